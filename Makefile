@@ -71,6 +71,8 @@ simulate: $(STAMP)
 train: $(STAMP)
 	$(BIN)/python -m tools.train_demo_models
 	$(BIN)/python -m tools.train_demo_deepseek
+	$(BIN)/python -m tools.demo_training.train_hybrid
+	$(BIN)/python -m tools.demo_training.train_dflash
 
 # dist/baton_serve-*.whl: installs without a clone.
 wheel: $(STAMP)

@@ -27,6 +27,7 @@ from tools.demo_training.deepseek import (
 )
 from tools.demo_training.distil import frequent_ids, generate_corpus, save_head, train_head
 from tools.demo_training.heads import EAGLE3, Eagle3Head, start_from_target
+from tools.demo_training.joint import Schedule
 from tools.demo_training.measure import acceptance, agreement, held_out_prompts, load_head
 from tools.demo_training.target import TokenStream, held_out_loss
 from tools.train_demo_models import DRAFT_VOCAB, NEW_TOKENS, PROMPTS, parameters
@@ -63,9 +64,8 @@ def main() -> None:
     held_out = TokenStream(corpus.held_out, tokenizer, chat=False)
     windows = held_out.windows(256)[::4]
 
-    models, steps, seconds = train_deepseek(
-        stream, args.target_steps, args.target_seconds, args.seed, args.work / "target.pt"
-    )
+    schedule = Schedule(args.target_steps, args.target_seconds, args.seed)
+    models, steps, seconds = train_deepseek(stream, schedule, args.work / "target.pt")
     run = Run(steps, seconds, parameters(models), args.threads, args.seed)
     save_deepseek(models, directory)
     for name in TOKENIZER_FILES:

@@ -11,21 +11,20 @@ from transformers import DeepseekV3ForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-from tools.demo_training import deepseek, measure
+from tools.demo_training import deepseek, joint, measure
 from tools.demo_training.corpus import topic_documents
 from tools.demo_training.deepseek import (
     deepseek_config,
-    joint_loss,
     load_deepseek,
     load_mtp,
     make_models,
     save_deepseek,
     save_mtp,
-    stable_rate,
     train_deepseek,
 )
 from tools.demo_training.experts import Balance
 from tools.demo_training.heads import look, unroll
+from tools.demo_training.joint import Schedule, joint_loss, stable_rate
 from tools.demo_training.target import TokenStream
 from tools.demo_training.vocabulary import train_tokenizer
 
@@ -101,7 +100,7 @@ def test_unrolled_steps_of_the_module_equal_the_plain_loop(models, ids):
     for known in (1, 5, 15):
         hidden = mtp.combine(features[:, :known])
         for step in range(3):
-            stream = measure._run(mtp, embeds[:, : known + step], hidden)
+            stream = measure.run_entries(mtp, embeds[:, : known + step], hidden)
             torch.testing.assert_close(stream[0, -1], unrolled[step][0, known - 1 + step], atol=1e-5, rtol=1e-4)
             hidden = torch.cat([hidden, stream[:, -1:]], 1)
 
@@ -160,14 +159,14 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path, monkeypatch):
     documents = tuple(topic_documents()[:4])
     stream = TokenStream(documents, train_tokenizer([d.text for d in documents], vocab_size=400), chat=True)
     monkeypatch.setattr(TokenStream, "batch", _short_batch(TokenStream.batch))
-    whole, steps, _ = train_deepseek(stream, 4, 1e9, 0, tmp_path / "whole.pt")
+    whole, steps, _ = train_deepseek(stream, Schedule(4), tmp_path / "whole.pt")
     assert steps == 4
-    monkeypatch.setattr(deepseek, "SAVE_SECONDS", 0)
+    monkeypatch.setattr(joint, "SAVE_SECONDS", 0)
     with monkeypatch.context() as patch:
-        patch.setattr(deepseek, "descend", _until(deepseek.descend, 2))
+        patch.setattr(joint, "descend", _until(joint.descend, 2))
         with pytest.raises(KeyboardInterrupt):
-            train_deepseek(stream, 4, 1e9, 0, tmp_path / "cut.pt")
-    resumed, steps, _ = train_deepseek(stream, 4, 1e9, 0, tmp_path / "cut.pt")
+            train_deepseek(stream, Schedule(4), tmp_path / "cut.pt")
+    resumed, steps, _ = train_deepseek(stream, Schedule(4), tmp_path / "cut.pt")
     assert steps == 4
     for name, value in whole.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], value), name

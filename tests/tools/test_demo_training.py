@@ -138,7 +138,7 @@ def test_unrolled_steps_equal_the_plain_loop(kind, target, stream):
         for known in (1, 5, 15):
             hidden = head.combine(features[:, :known])
             for step in range(4):
-                stream_TE = measure._run(head, embeds[:, : known + step], hidden)
+                stream_TE = measure.run_entries(head, embeds[:, : known + step], hidden)
                 torch.testing.assert_close(stream_TE[0, -1], unrolled[step][0, known - 1 + step], atol=1e-5, rtol=1e-4)
                 hidden = torch.cat([hidden, stream_TE[:, -1:]], 1)
 

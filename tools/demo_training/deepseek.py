@@ -1,25 +1,18 @@
 """The DeepSeek-type demo target: a small `DeepseekV3ForCausalLM` of `transformers`, trained with its MTP module."""
 
 import json
-import time
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GenerationConfig, LlamaConfig
 
 from .experts import Balance, separate_experts
+from .joint import Schedule, train_joint
 from .mtp import MtpModule
-from .target import MAX_POSITION, TokenStream, descend, make_optimizers, set_rate
+from .target import MAX_POSITION, TokenStream
 from .vocabulary import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, write_json
-
-MTP_WEIGHT = 0.3  # as DeepSeek-V3 for most of its training
-BALANCE_RATE = 5e-3  # at the first step; it falls with the learning rate
-DECAY_FROM = 0.5  # of the run
-SAVE_SECONDS = 120
 
 
 def deepseek_config() -> DeepseekV3Config:
@@ -87,94 +80,14 @@ def make_models(config: DeepseekV3Config) -> nn.ModuleDict:
     return models
 
 
-def joint_loss(models: nn.ModuleDict, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropies in nats per token: the target's of the next token, the MTP module's of the one after it."""
-    target, mtp = models["target"], models["mtp"]
-    hidden = target.model(input_ids=ids_BT, use_cache=False).last_hidden_state
-    head = target.lm_head.weight
-    next_logits = F.linear(hidden[:, :-1], head).float()
-    later = mtp.whole(target.model.embed_tokens(ids_BT[:, 1:-1]), hidden[:, :-2])
-    later_logits = mtp.logits(later, head).float()
-    return (
-        F.cross_entropy(next_logits.flatten(0, 1), ids_BT[:, 1:].flatten()),
-        F.cross_entropy(later_logits.flatten(0, 1), ids_BT[:, 2:].flatten()),
-    )
-
-
-def stable_rate(done: float, step: int, warmup: int = 30) -> float:
-    """Share of the peak rate: a linear warm-up over `warmup` steps, then constant, then from `DECAY_FROM` linearly down
-    to 2 %.
-
-    While it is constant, an interrupted run may continue with another length.
-    """
-    falling = 1 - 0.98 * max(0.0, done - DECAY_FROM) / (1 - DECAY_FROM)
-    return min(1.0, (step + 1) / warmup) * falling
-
-
-def train_deepseek(
-    stream: TokenStream, steps: int, max_seconds: float, seed: int, state: Path, peak_rate: float = 3e-3
-) -> tuple[nn.ModuleDict, int, float]:
-    """Train from scratch, or continue from the file `state`, for `steps` steps of 2,048 tokens or `max_seconds`.
-
-    Weights and optimizer state are fp32, matrix products bf16. Returns the models, the number of steps and the CPU
+def train_deepseek(stream: TokenStream, schedule: Schedule, state: Path) -> tuple[nn.ModuleDict, int, float]:
+    """Train from scratch, or continue from the file `state`. Returns the models, the number of steps and the CPU
     seconds.
     """
-    torch.manual_seed(seed)
+    torch.manual_seed(schedule.seed)
     models = make_models(deepseek_config())
-    optimizers = make_optimizers(models)
-    first, spent = 0, 0.0
-    if state.exists():
-        stored = torch.load(state, weights_only=True)
-        models.load_state_dict(stored["models"])
-        for optimizer, values in zip(optimizers, stored["optimizers"], strict=True):
-            optimizer.load_state_dict(values)
-        first, spent = stored["step"], stored["seconds"]
-        if stored["finished"]:
-            return models.eval(), first, spent
-    balance = Balance([models])
-    began, cpu, saved = time.monotonic(), time.process_time(), time.monotonic()
-    step = first
-    while step < steps:
-        elapsed = time.monotonic() - began
-        # The clock decides how many of this process's steps fit.
-        done = max(step / steps, (first / steps) + (1 - first / steps) * elapsed / max_seconds)
-        if done >= 1:
-            break
-        share = stable_rate(done, step)
-        set_rate(optimizers, peak_rate * share)
-        rows, length = (2, 1024) if step % 8 == 7 else (8, 256)
-        batch = stream.batch(np.random.default_rng((seed, step)), rows, length)
-        with torch.autocast("cpu", torch.bfloat16):
-            main, later = joint_loss(models, batch)
-        descend(models, optimizers, main + MTP_WEIGHT * later)
-        if step % 20 == 0:
-            print(
-                f"target step {step}/{steps} {done:.3f} loss {main.item():.3f}, mtp {later.item():.3f}, "
-                f"busiest expert {balance.busiest():.2f}, {spent + time.process_time() - cpu:.0f} s of CPU, "
-                f"{elapsed:.0f} s",
-                flush=True,
-            )
-        balance.step(BALANCE_RATE * share)
-        step += 1
-        if time.monotonic() - saved > SAVE_SECONDS:
-            _save_state(state, models, optimizers, step, spent + time.process_time() - cpu, finished=False)
-            saved = time.monotonic()
-    spent += time.process_time() - cpu
-    _save_state(state, models, optimizers, step, spent, finished=True)
-    return models.eval(), step, spent
-
-
-def _save_state(
-    path: Path,
-    models: nn.ModuleDict,
-    optimizers: list[torch.optim.Optimizer],
-    step: int,
-    seconds: float,
-    finished: bool,
-) -> None:
-    values = {"models": models.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
-    torch.save({**values, "step": step, "seconds": seconds, "finished": finished}, path.with_suffix(".new"))
-    path.with_suffix(".new").replace(path)
+    steps, seconds = train_joint(models, stream, schedule, state, Balance([models]))
+    return models, steps, seconds
 
 
 def mtp_prefix(config: DeepseekV3Config) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
+from .gated_mtp import GatedMtpModule
 from .mtp import MtpModule
 
 AUX_LAYERS = (1, 2, 3)  # of the demo's four layers
@@ -90,8 +91,8 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = MLP(config)
 
-    def finish(self, residual_BTE: Tensor, attended_BHTD: Tensor) -> Tensor:
-        """Everything after attention. Returns the residual stream [B, T, E]."""
+    def finish(self, residual_BTE: Tensor, attended_BHTD: Tensor, mixed_BTE: Tensor) -> Tensor:
+        """Everything after attention, whose input was `mixed_BTE`. Returns the residual stream [B, T, E]."""
         residual = residual_BTE + self.self_attn.o_proj(attended_BHTD.transpose(1, 2).flatten(2))
         return residual + self.mlp(self.post_attention_layernorm(residual))
 
@@ -162,14 +163,14 @@ class Eagle3Head(nn.Module):
         return self.lm_head(self.norm(hidden))
 
 
-Head = EagleHead | Eagle3Head | MtpModule
+Head = EagleHead | Eagle3Head | MtpModule | GatedMtpModule
 
 
 def draft_ids(head: Head, vocab_size: int) -> Tensor:
     """Target ids of the head's logits, int64 [draft vocabulary]."""
     if isinstance(head, Eagle3Head):
         return torch.arange(len(head.d2t), device=head.d2t.device) + head.d2t
-    return torch.arange(vocab_size)
+    return torch.arange(vocab_size, device=next(head.parameters()).device)
 
 
 @torch.no_grad()
@@ -267,5 +268,5 @@ def unroll(head: Head, next_embeds: Tensor, features: Tensor, steps: int) -> lis
         attended = (weights[..., :length] @ values[0]).float()
         for r, value in enumerate(chain_values):
             attended = attended + weights[..., length + r, None] * value
-        outputs.append(head.layer.finish(residual, attended))
+        outputs.append(head.layer.finish(residual, attended, mixed))
     return outputs

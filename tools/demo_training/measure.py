@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, PreTrainedModel
 
+from .blocks import BlockHead, block_drafts
 from .corpus import Document
 from .heads import EAGLE3, Eagle3Head, EagleHead, Head, draft_ids, look, unroll
 from .target import generate_rows
@@ -49,28 +50,32 @@ def load_head(directory: Path, kind: str, config: LlamaConfig) -> Head:
     return head.eval()
 
 
-def _run(head: Head, embeds: Tensor, hidden: Tensor) -> Tensor:
+def run_entries(head: Head, embeds: Tensor, hidden: Tensor) -> Tensor:
     """Residual streams [1, T, E] of entries under plain causal attention."""
     mixed, residual = head.mix(embeds, hidden)
     q, k, v = head.layer.self_attn.project(mixed, torch.arange(embeds.shape[1]))
-    return head.layer.finish(residual, F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    return head.layer.finish(residual, F.scaled_dot_product_attention(q, k, v, is_causal=True), mixed)
 
 
 @torch.inference_mode()
-def draft(head: Head, target: PreTrainedModel, ids: Sequence[int], features: Tensor, count: int) -> list[int]:
+def draft(
+    head: Head | BlockHead, target: PreTrainedModel, ids: Sequence[int], features: Tensor, count: int
+) -> list[int]:
     """Greedy drafts for the tokens after `ids`.
 
     Args:
         ids: all known tokens, at least two; the last one has no feature yet.
         features: [1, len(ids) - 1, F] of the positions before the last.
     """
+    if isinstance(head, BlockHead):
+        return block_drafts(head, target, ids, features, count)
     targets = draft_ids(head, target.config.vocab_size)
     embed = target.get_input_embeddings()
     embeds = embed(torch.tensor([list(ids[1:])]))
     hidden = head.combine(features)
     drafts: list[int] = []
     for _ in range(count):
-        stream = _run(head, embeds, hidden)[:, -1:]
+        stream = run_entries(head, embeds, hidden)[:, -1:]
         drafts.append(int(targets[head.logits(stream, target.lm_head.weight).argmax()]))
         embeds = torch.cat([embeds, embed(torch.tensor([[drafts[-1]]]))], 1)
         hidden = torch.cat([hidden, stream], 1)
@@ -91,7 +96,7 @@ def greedy_texts(target: PreTrainedModel, prompts: Sequence[Sequence[int]], new_
 
 @torch.inference_mode()
 def acceptance(
-    head: Head, target: PreTrainedModel, prompts: Sequence[Sequence[int]], new_tokens: int, count: int = 3
+    head: Head | BlockHead, target: PreTrainedModel, prompts: Sequence[Sequence[int]], new_tokens: int, count: int = 3
 ) -> Acceptance:
     """Speculate greedily over each prompt's greedy continuation, up to EOS or `new_tokens`."""
     rounds, accepted = 0, [0] * count

@@ -76,7 +76,7 @@ class MtpModule(DeepseekV3DecoderLayer):
         rotary = self.self_attn.rotary(embeds, positions[None])
         return self.shared_head["norm"](self(self.mix(embeds, hidden)[1], position_embeddings=rotary))
 
-    def finish(self, residual_BTE: Tensor, attended_BHTD: Tensor) -> Tensor:
+    def finish(self, residual_BTE: Tensor, attended_BHTD: Tensor, mixed_BTE: Tensor) -> Tensor:
         """Everything after attention. Returns the state [B, T, E] after `shared_head.norm`."""
         residual = residual_BTE + self.self_attn.o_proj(attended_BHTD.transpose(1, 2).flatten(2))
         return self.shared_head["norm"](residual + self.mlp(self.post_attention_layernorm(residual)))

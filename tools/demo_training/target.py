@@ -60,6 +60,13 @@ class TokenStream:
         self.ids = np.asarray(ids, dtype=np.int64)
         self.starts = np.asarray(starts, dtype=np.int64)
 
+    @classmethod
+    def of(cls, ids: np.ndarray, starts: np.ndarray) -> "TokenStream":
+        """A stream of tokens that were encoded before."""
+        stream = cls.__new__(cls)
+        stream.ids, stream.starts = ids.astype(np.int64), starts.astype(np.int64)
+        return stream
+
     def batch(self, rng: np.random.Generator, rows: int, length: int) -> Tensor:
         """Sample `rows` windows of `length` tokens, int64 [rows, length]."""
         last = len(self.ids) - length
@@ -182,7 +189,7 @@ def generate_rows(model: PreTrainedModel, prompts: Tensor, new_tokens: int, temp
     Returns:
         int64 [B, P + new_tokens].
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(prompts.device).manual_seed(seed)
     greedy = temperatures == 0
     scale = torch.where(greedy, torch.ones_like(temperatures), temperatures)[:, None]
     rows, step_input, cache = prompts, prompts, None
