@@ -16,9 +16,9 @@ import pytest
 
 from baton.errors import IncompatiblePeerError, ProtocolError
 from baton.handoff.agent import instance as node_instance
-from baton.handoff.agent import operations
 from baton.handoff.agent.calls import DecodePages
 from baton.handoff.agent.instance import InstanceAgent
+from baton.handoff.plan import repeated
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.gather import DecodeGather, EndPair, Pair, PrefillGather, pairs_of
 from baton.handoff.protocol.messages import Announce, AttemptKey
@@ -387,7 +387,7 @@ def test_pages_that_are_free_while_one_pair_is_open_are_seen(pair: Both, monkeyp
 @pytest.mark.parametrize("integrity", ["off", "full"])
 def test_a_wrong_share_of_heads_is_seen(pair: Both, monkeypatch: pytest.MonkeyPatch, integrity: str) -> None:
     """Without digests the bytes differ, with them the protocol detects it."""
-    plan = operations.plan_copies
+    plan = repeated.plan_copies
 
     def turned(sources: object, dest: object, *rest: object) -> object:
         every = plan(sources, dest, *rest)  # type: ignore[arg-type]
@@ -395,7 +395,7 @@ def test_a_wrong_share_of_heads_is_seen(pair: Both, monkeypatch: pytest.MonkeyPa
             rank: replace_fields(found, source_offset=found.source_offset[::-1].copy()) for rank, found in every.items()
         }
 
-    monkeypatch.setattr(operations, "plan_copies", turned)
+    monkeypatch.setattr(repeated, "plan_copies", turned)
     p, d = two_ranks(pair, "pull", LOCAL, integrity=integrity, max_retries=0)
     if integrity == "off":
         with pytest.raises(AssertionError, match="group target"):

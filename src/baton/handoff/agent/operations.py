@@ -10,7 +10,8 @@ from typing import Generic, TypeVar
 
 from baton.errors import BatonError, ProtocolError
 from baton.handoff.agent.stats import CopyStats
-from baton.handoff.plan.planner import CopyList, Instance, plan_copies
+from baton.handoff.plan.planner import CopyList, Instance
+from baton.handoff.plan.repeated import CopyPlanner
 from baton.handoff.plan.topology import senders
 from baton.handoff.protocol.events import CopyEnded, StartCopy
 from baton.kv.interval import ALL_LAYERS
@@ -41,6 +42,7 @@ class Operations(Generic[_Owner]):
         self._transport = transport
         self._wake = wake
         self._running: list[_Running[_Owner]] = []
+        self._planner = CopyPlanner()
         self.stats = CopyStats()
 
     def __len__(self) -> int:
@@ -83,16 +85,15 @@ class Operations(Generic[_Owner]):
         operation.add_done_callback(self._wake)
         return None
 
-    @staticmethod
-    def _plan(copy: StartCopy, source: Instance, dest: Instance) -> CopyList | None:
+    def _plan(self, copy: StartCopy, source: Instance, dest: Instance) -> CopyList | None:
         """None: the source has none of these layers. Raises `ProtocolError` if it has nothing else to send: the
         destination would have a gap."""
         here = dest.here.get(copy.group)
         if here is not None:
-            sources, tables = source.groups[copy.group], (copy.source_pages, copy.dest_pages)
+            sources, pages = source.groups[copy.group], (copy.source_pages, copy.dest_pages)
             if copy.layers.start > max(layer for each in sources for layer in each.geometry.layer_ids):
                 return None  # the remainder of an interval whose last layers are being copied
-            if copies := plan_copies(sources, here, *tables, copy.tokens, copy.layers, source.rank).get(source.rank):
+            if copies := self._planner.plan(sources, here, *pages, copy.tokens, copy.layers, source.rank):
                 return copies
             if copy.layers is not ALL_LAYERS and source.rank in senders(sources, here):
                 return None

@@ -106,7 +106,7 @@ def senders(sources: Sequence[RankGeometry], dest: RankGeometry) -> tuple[int, .
     return tuple(assign(tuple(sources), dest))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1 << 13)
 def assign(sources: tuple[RankGeometry, ...], dest: RankGeometry) -> dict[int, tuple[Box, ...]]:
     """Cells of the destination by source rank. Cached: topologies are few."""
     to = dest.geometry.check()

@@ -146,7 +146,7 @@ def cells_of(geometry: Geometry) -> tuple[Cell, ...]:
     )
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1 << 13)
 def share(sources: tuple[RankGeometry, ...], dest: RankGeometry, source: int) -> tuple[Cell, ...]:
     """The cells of a group that rank `source` sends to rank `dest`, in the order of the digests.
 

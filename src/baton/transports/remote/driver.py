@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 10.0
 _POLL_S = (50e-6, 1e-3)  # pauses between polls, doubled while nothing happens
+_TURN_S = 1e-3  # how long one peer's copies may keep the thread from others
 _LINGER_S = 0.05  # how often to check an operation whose end is not proven yet
 IDLE_S = 1.0  # the longest sleep while nothing is copied
 _BEGIN, _END, _DRAIN, _DRAINED = b"begin", b"end", b"drain", b"drained"
@@ -44,6 +45,7 @@ class Driver:
         self._added: set[str] = set()
         self._library = library
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._woken = False  # the thread will run the calls soon
         self._announced: dict[Line, int] = {}  # announced by peers and not ended
         self.stopping = False
         started: Future[None] = Future()
@@ -61,7 +63,9 @@ class Driver:
 
     def post(self, action: Callable[[], None]) -> None:
         self._calls.put(action)
-        self.lifeline.wake()
+        if not self._woken:
+            self._woken = True
+            self.lifeline.wake()
 
     def call(self, action: Callable[[], T]) -> T:
         """Run `action` on the driver's thread. Errors other than Baton's become `TransportError`, as does an action
@@ -202,6 +206,16 @@ class Driver:
         self._take_in()
         line.send(_DRAINED)
 
+    def _advance(self, peer: RemotePeer) -> bool:
+        """Take steps while they change anything, since an engine may have hundreds of short copies at once. True if one
+        did."""
+        moved, until = False, time.monotonic() + _TURN_S
+        while self._step(peer):
+            moved = True
+            if time.monotonic() >= until:
+                break
+        return moved
+
     def _step(self, peer: RemotePeer) -> bool:
         """True if anything changed."""
         if not peer.jobs:
@@ -280,11 +294,12 @@ class Driver:
         for line, frame in self.lifeline.wait(0 if ready or busy else _LINGER_S if linger else IDLE_S):
             self._on_frame(line, frame)
         self._run_calls()
-        moved = [self._step(peer) for peer in list(self.peers)]
+        moved = [self._advance(peer) for peer in list(self.peers)]
         self._library.progress()
         return not busy or any(moved)
 
     def _run_calls(self) -> None:
+        self._woken = False  # before the calls: a later one wakes again
         while not self._calls.empty():
             try:
                 self._calls.get_nowait()()
