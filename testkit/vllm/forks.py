@@ -46,7 +46,11 @@ class Forks:
         """A server that imports other files (PYTHONPATH) is started by vLLM's own command."""
         if python != sys.executable or environment["PYTHONPATH"] != self._environment["PYTHONPATH"]:
             return servers.spawn(python, arguments, environment, log)
-        return self._launcher.start(Order(arguments=[*arguments], environment={**environment}, log=str(log)))
+        return self.run(servers.API_SERVER, arguments, environment, log)
+
+    def run(self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
+        """As `python -m module`."""
+        return self._launcher.start(Order(arguments=[module, *arguments], environment={**environment}, log=str(log)))
 
     def close(self) -> None:
         """End what still runs."""
@@ -75,8 +79,8 @@ def _serve(arguments: Sequence[str]) -> None:
     multiprocessing.get_context = lambda method=None: fork  # type: ignore[assignment]
     dispatcher = importlib.import_module("vllm.triton_utils.dispatcher")
     dispatcher.__dict__["sys"] = _OtherModules()
-    sys.argv = [servers.API_SERVER, *arguments]
-    runpy.run_module(servers.API_SERVER, run_name="__main__")
+    sys.argv = [*arguments]
+    runpy.run_module(arguments[0], run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import aiohttp
 
 from testkit.vllm.answers import Answer, same, same_acceptance
 from testkit.vllm.checks import alone_in_turn, leave_at_random
-from testkit.vllm.limits import RIGHT, outcome
+from testkit.vllm.limits.outcomes import RIGHT, limits_of
 from testkit.vllm.matrix_models import DATA, LIMITS, MODELS, RANKS, TENSOR, Model
 from testkit.vllm.quiet import small_servers
 from testkit.vllm.servers import Mode, Pair, Server, demo_prompts, handoff, outcomes, serve, wait_idle
@@ -206,7 +206,7 @@ def run_model(name: str, folder: Path, ranks: Sequence[str]) -> list[tuple[str, 
 
 def without_servers(name: str) -> dict[str, Cell]:
     """The row of what vLLM cannot do itself, on any ranks, in any mode."""
-    alone, _ = outcome(LIMITS[name])
+    ((alone, _),) = limits_of([LIMITS[name]])
     row = {column: Cell(note=f"vLLM: {alone}" if column == COLUMNS[0] else "") for column in COLUMNS}
     if alone.startswith(RIGHT):
         row[COLUMNS[0]].wrong.append("vLLM can do this")

@@ -27,7 +27,7 @@ AS_WRITTEN = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 @contextlib.contextmanager
-def small_servers(folder: Path) -> Iterator[None]:
+def small_servers(folder: Path) -> Iterator[Forks]:
     """Limit the memory and CPU of servers that are started meanwhile (vLLM 0.32), and end them. `folder` is for the
     plug-in.
     """
@@ -38,7 +38,7 @@ def small_servers(folder: Path) -> Iterator[None]:
         contextlib.closing(Forks()) as forks,
         patch.object(servers, "launch", forks.launch),
     ):
-        yield
+        yield forks
 
 
 def sleep_when_waiting() -> None:

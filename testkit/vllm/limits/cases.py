@@ -1,12 +1,15 @@
-"""Configurations for `testkit.vllm.limits`: arguments of an engine of vLLM, with checkpoints made in a folder."""
+"""Configurations of vLLM with drafters: arguments of an engine, with checkpoints made in a folder."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors.torch import save_file
 
 from testkit.vllm.checkpoints import COMMON, MLA, deepseek, glm4_moe, mamba2, shallow
 from testkit.vllm.servers import EAGLE3, MODEL, ROOT
@@ -57,7 +60,7 @@ def with_index_keys(folder: Path) -> Arguments:
 
 
 def with_dflash(folder: Path) -> Arguments:
-    """A DFlash drafter of random weights for the demo model."""
+    """A DFlash drafter of two layers of random weights for the demo model."""
     target = json.loads((MODEL / "config.json").read_text())
     names = (*SHARED_SIZES, "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_parameters")
     config = {name: target[name] for name in names}
@@ -65,7 +68,25 @@ def with_dflash(folder: Path) -> Arguments:
     config |= {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 2]}, "dtype": "float32"}
     (folder / "draft").mkdir()
     (folder / "draft" / "config.json").write_text(json.dumps(config))
-    return {"load_format": "dummy", **spec("dflash", model=str(folder / "draft"))}
+    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = (config[f"num_{kind}_heads"] * head for kind in ("attention", "key_value"))
+    layer = {
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.down_proj": (hidden, inner),
+    }
+    layer |= {f"self_attn.{name}_proj": (keys, hidden) for name in "kv"}
+    layer |= {f"mlp.{name}_proj": (inner, hidden) for name in ("gate", "up")}
+    norms = {f"self_attn.{name}_norm": head for name in "qk"}
+    norms |= dict.fromkeys(("input_layernorm", "post_attention_layernorm"), hidden)
+    shapes: dict[str, Sequence[int]] = {"fc": (hidden, 2 * hidden)}
+    shapes |= {f"layers.{number}.{name}": shape for number in range(2) for name, shape in layer.items()}
+    sizes = {"norm": hidden, "hidden_norm": hidden}
+    sizes |= {f"layers.{number}.{name}": size for number in range(2) for name, size in norms.items()}
+    weights = {f"{name}.weight": torch.randn(*shape) * 0.05 for name, shape in shapes.items()}
+    weights |= {f"{name}.weight": torch.ones(size) for name, size in sizes.items()}
+    save_file(weights, folder / "draft" / "model.safetensors", metadata={"format": "pt"})
+    return spec("dflash", model=str(folder / "draft"))
 
 
 def with_gemma_assistant(folder: Path) -> Arguments:
