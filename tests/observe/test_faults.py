@@ -42,10 +42,11 @@ def test_a_healthy_deployment_has_no_fault() -> None:
     assert find_faults(HEALTHY, {}, recent(), NOW) == []
 
 
-def test_an_engine_that_cannot_be_used_is_named() -> None:
-    lost = dataclasses.replace(PREFILL, usable=False, problem="engine http://p: it does not answer")
+@pytest.mark.parametrize("problem", ["engine http://p: does not answer", "engine http://p does not answer"])
+def test_an_engine_that_cannot_be_used_is_named_once(problem: str) -> None:
+    lost = dataclasses.replace(PREFILL, usable=False, problem=problem)
     assert find_faults([lost, DECODE], {"handed_off": 1}, recent(), NOW) == [
-        "engine http://p (prefill) cannot be used: it does not answer"
+        "engine http://p (prefill) cannot be used: does not answer"
     ]
 
 

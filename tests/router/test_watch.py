@@ -182,3 +182,17 @@ async def test_a_router_that_is_not_ready_ends_with_status_1(directory: Path) ->
 )
 def test_a_screen_is_never_longer_or_wider_than_the_terminal(text: str, shown: str) -> None:
     assert fit_to_terminal(text, columns=4, lines=3) == shown
+
+
+def test_an_alarm_is_wrapped() -> None:
+    text = f"ALARM: engine {'x' * 20} cannot be used: it hangs\nnext line is cut"
+    assert fit_to_terminal(text, columns=15, lines=9).splitlines() == [
+        "ALARM: engine x",
+        "       xxxxxxxx",
+        "       xxxxxxxx",
+        "       xxx",
+        "       cannot",
+        "       be used:",
+        "       it hangs",
+        "next line is cu",
+    ]

@@ -16,6 +16,7 @@ import typer
 
 from baton.cli.tables import JsonFlag
 from baton.errors import EngineUnavailableError, ProtocolError
+from baton.observe.terminal import ALARM, fit_to_terminal, status_text
 from baton.openai.client import base_url, convert_errors, read_body
 
 
@@ -34,8 +35,6 @@ _RED, _PLAIN = "\x1b[31m", "\x1b[0m"
 
 def status_command(url: _Url, json_output: JsonFlag = False) -> None:
     """Print a router's engines, routes, handoffs and alarms. Exit status: 0 if it is ready and has no alarm, else 1."""
-    from baton.observe.terminal import status_text
-
     state = asyncio.run(read_status(base_url(url, "url")))
     print(json.dumps(state, indent=1) if json_output else status_text(state))
     if not state["ready"] or state["alarms"]:
@@ -58,8 +57,6 @@ async def read_status(url: str, limits: Limits = _LIMITS) -> dict[str, Any]:
 
 async def watch_events(url: str, live: bool, limits: Limits = _LIMITS) -> None:
     """`live`: until the router ends. Raises the errors of `read_status`."""
-    from baton.observe.terminal import fit_to_terminal, status_text
-
     text = ""
 
     def draw() -> None:
@@ -91,7 +88,7 @@ def _red(screen: str) -> str:
     """With red alarms, unless NO_COLOR is set."""
     if os.environ.get("NO_COLOR"):
         return screen
-    lines = (f"{_RED}{line}{_PLAIN}" if line.startswith("ALARM: ") else line for line in screen.splitlines())
+    lines = (f"{_RED}{line}{_PLAIN}" if line.startswith(ALARM) else line for line in screen.splitlines())
     return "\n".join(lines)
 
 

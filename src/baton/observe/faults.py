@@ -72,7 +72,7 @@ def count_faults(
 def _lost(engines: Sequence[EngineView]) -> Iterator[str]:
     for engine in engines:
         if not engine.usable:
-            problem = engine.problem.removeprefix(f"engine {engine.url}: ")
+            problem = engine.problem.removeprefix(f"engine {engine.url}").removeprefix(":").strip()
             yield f"engine {engine.url} ({engine.role}) cannot be used: {problem}"
 
 

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from textwrap import wrap
 from typing import Any
 from unicodedata import combining, east_asian_width
+
+ALARM = "ALARM: "
+_INDENT = " " * len(ALARM)
 
 
 def status_text(state: Mapping[str, Any]) -> str:
     """`/status`, or an event of the dashboard, which also has latencies and errors. Control characters from servers are
     shown as `?`: they could change the terminal."""
-    alarms = (f"ALARM: {alarm}" for alarm in state["alarms"])
+    alarms = (f"{ALARM}{alarm}" for alarm in state["alarms"])
     parts = [_head(state), *alarms, _engines(state["engines"]), _routes(state), *_more(state)]
     parts += [*_errors(state), *_acceptance(state)]
     return "\n".join("".join(c if c.isprintable() or c == "\n" else "?" for c in part) for part in parts)
 
 
 def fit_to_terminal(text: str, columns: int, lines: int) -> str:
-    """The text, cut to a terminal's size."""
-    rows = text.splitlines()
+    """The text, cut to a terminal's size. Alarms are wrapped: what is wrong stands at their ends."""
+    rows = [
+        row
+        for line in text.splitlines()
+        for row in (wrap(line, columns, subsequent_indent=_INDENT) if line.startswith(ALARM) else [line])
+    ]
     if len(rows) > lines:
         rows = [*rows[: lines - 1], f"... {len(rows) - lines + 1} more lines"]
     return "\n".join(_fit(row, columns) for row in rows)
