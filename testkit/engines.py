@@ -81,6 +81,7 @@ class Stepped:
         self.streams: dict[str, Stream] = defaultdict(Stream)
         head = SpeculativeConfig.parse(json.dumps(EAGLE3))
         defaults: dict[str, Any] = {"model": TARGET, "speculative_config": head, "batch_invariant": True}
+        defaults["max_decode_gap_s"] = 0.0  # or chunks would depend on time
         config = EngineConfig(**{**defaults, **settings})
         self.engine: Engine = build_engine(config, lambda chunk, last: self.streams[chunk.request_id].push(chunk, last))
         self.core = self.engine.core

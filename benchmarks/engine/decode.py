@@ -71,7 +71,7 @@ def steps(model: str, quantization: str | None, batches: list[int]) -> dict[str,
     return found
 
 
-def _fresh(tree: Path, arguments: list[str]) -> dict[str, float]:
+def fresh_process(tree: Path, arguments: list[str]) -> dict[str, float]:
     """The figures of a fresh process that runs the code of `tree`."""
     env = {**os.environ, "PYTHONPATH": str(tree / "src")}
     command = [sys.executable, __file__, *arguments, "--inside"]
@@ -80,7 +80,7 @@ def _fresh(tree: Path, arguments: list[str]) -> dict[str, float]:
     return found
 
 
-def _spread(values: list[float]) -> str:
+def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
@@ -106,14 +106,14 @@ def main() -> None:
         other = stack.enter_context(checked_out(options.against)) if options.against else None
         mine, others = [], []
         for _ in range(options.processes):
-            mine.append(_fresh(ROOT, arguments))
+            mine.append(fresh_process(ROOT, arguments))
             if other is not None:
-                others.append(_fresh(other, arguments))
+                others.append(fresh_process(other, arguments))
     for name in mine[0]:
-        line = f"{name:>8} {_spread([one[name] for one in mine])}"
+        line = f"{name:>8} {spread([one[name] for one in mine])}"
         if others:
-            ratio = _spread([one[name] / two[name] for one, two in zip(mine, others, strict=True)])
-            line += f", {options.against} {_spread([one[name] for one in others])}, ratio {ratio}"
+            ratio = spread([one[name] / two[name] for one, two in zip(mine, others, strict=True)])
+            line += f", {options.against} {spread([one[name] for one in others])}, ratio {ratio}"
         print(line, flush=True)
 
 

@@ -100,6 +100,29 @@ def test_other_drafts_come_from_the_modules(monkeypatch: pytest.MonkeyPatch) -> 
     assert isinstance(head.extend(make_batch(head, pages, [1], [0.0], seed=7)), tuple)
 
 
+@torch.inference_mode()
+def test_rows_that_do_not_draft_compute_keys_and_values_alone() -> None:
+    head = make_head(KINDS["plain"], HIDDEN, HEADS, INNER, seed=3)
+    written: list[int] = []
+    layer: Any = head.layers[0]
+    write = layer.write
+
+    def note(embeds: torch.Tensor, *rest: Any) -> None:
+        written.append(len(embeds))
+        write(embeds, *rest)
+
+    layer.write = note
+
+    def extend(spans: list[tuple[int, int]], num_drafts: list[int]) -> None:
+        pages = PagedRequests(ONE_LAYER, HEADS, spans, seed=5, ahead=4)
+        head.extend(make_batch(head, pages, num_drafts, [0.0] * len(spans), seed=7))
+
+    extend([(5, 6), (64, 65)], [0, 0])
+    extend([(5, 6), (64, 65), (9, 12)], [0, 2, 0])
+    extend([(5, 6), (64, 65), (9, 10)], [0, 2, 0])
+    assert written == [2, 5], "the last step is too small"
+
+
 @pytest.mark.parametrize("threads", [2], indirect=True)
 @pytest.mark.usefixtures("threads")
 @torch.inference_mode()

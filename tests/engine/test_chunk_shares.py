@@ -1,16 +1,24 @@
-"""How a step's tokens are shared among prompts, and who waits for whom."""
+"""How a step's tokens are shared among prompts, who waits for whom, and how long streams wait for prompts."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.request import Request
-from baton.engine.scheduler import Scheduler
+from baton.engine.scheduler import PromptBudget, Scheduler
+from baton.sampling_params import SamplingParams
 from testkit.arrivals import arriving
+from testkit.engines import Stepped, random_prompt
+from testkit.engines import request as request_of
 from tests.kv.test_cache import Memory
 
 BUDGET = 16
+_BOUND_S = 0.2
 
 
 def step(scheduler: Scheduler) -> dict[Request, int]:
@@ -129,3 +137,96 @@ def test_no_prompt_starves_and_no_token_of_a_step_is_wasted(arrivals: list[tuple
             elif first is not None:
                 assert not first.is_prefilling, "the oldest, which fits, is computed whole"
     assert not any(request.is_prefilling for request in requests)
+
+
+def steps_of(budget: PromptBudget, prompt: int, decode_s: float, token_s: float) -> list[tuple[int, float]]:
+    """Tokens and seconds of the steps of a prompt beside decodes, on an engine with these costs."""
+    found: list[tuple[int, float]] = []
+    while prompt:
+        tokens = min(prompt, budget.num_tokens)
+        seconds = decode_s + token_s * tokens
+        budget.computed(tokens, True, seconds)
+        found.append((tokens, seconds))
+        prompt -= tokens
+    return found
+
+
+@pytest.mark.parametrize(("decode_s", "token_s"), [(0.01, 0.001), (0.05, 0.0002), (0.002, 0.003)])
+def test_a_step_with_decodes_is_as_long_as_the_bound_and_no_longer(decode_s: float, token_s: float) -> None:
+    budget = PromptBudget(_BOUND_S)
+    budget.computed(0, True, decode_s)
+    budget.computed(100, False, 100 * token_s)
+    *whole, _ = steps_of(budget, 4000, decode_s, token_s)
+    for tokens, seconds in whole:
+        assert seconds <= _BOUND_S < seconds + 32 * token_s + 1e-9
+        assert tokens % 32 == 0
+
+
+def test_an_engine_that_has_measured_nothing_learns_from_its_first_chunk() -> None:
+    (first, _), (second, _), *rest, _ = steps_of(PromptBudget(_BOUND_S), 4000, 0.01, 0.002)
+    assert (first, second) == (256, 96)
+    # What decodes take is not known yet, and counts twice.
+    assert {tokens for tokens, _ in rest} == {64}
+
+
+def test_more_decodes_than_before_take_from_the_prompts() -> None:
+    budget = PromptBudget(_BOUND_S)
+    budget.computed(0, True, 0.01)
+    budget.computed(1000, False, 1.0)
+    steps = steps_of(budget, 3000, 0.09, 0.001)
+    assert steps[0][1] > _BOUND_S
+    assert {seconds for _, seconds in steps[1:-1]} == {0.186}
+
+
+def test_decodes_that_are_longer_than_the_bound_do_not_stop_prompts() -> None:
+    budget = PromptBudget(_BOUND_S)
+    for _ in range(3):
+        budget.computed(0, True, 0.5)
+    budget.computed(1000, False, 1.0)
+    assert {tokens for tokens, _ in steps_of(budget, 480 * 5, 0.5, 0.001)} == {480}
+    for _ in range(9):
+        budget.computed(64, True, 10.0)
+    assert budget.num_tokens == 32
+
+
+def test_one_disturbed_step_counts_little() -> None:
+    budget = PromptBudget(_BOUND_S)
+    budget.computed(1000, False, 1.0)
+    before = budget.num_tokens
+    budget.computed(before, True, 30.0)
+    assert budget.num_tokens >= before // 2
+    budget.computed(3, False, 3.0)
+    assert budget.num_tokens >= before // 2, "the time of few rows is not that of their number"
+
+
+def test_a_limit_of_tokens_holds_too() -> None:
+    budget = PromptBudget(_BOUND_S, 20)
+    assert budget.num_tokens == 20
+    budget.computed(1000, False, 1.0)
+    assert budget.num_tokens == 20
+
+
+def test_a_stream_waits_no_longer_than_the_bound() -> None:
+    engine = Stepped(speculative_config=None, kv_cache_memory=8 << 20, max_decode_gap_s=_BOUND_S)
+    core: Any = engine.core
+    clock, execute = SimpleNamespace(now=0.0), core.executor.execute
+
+    def timed(plan: Any, written: Any = None) -> Any:
+        clock.now += 0.01 + 0.001 * len(plan.rows.token_ids)
+        return execute(plan, written)
+
+    core.executor.execute = timed
+    core.clock = SimpleNamespace(monotonic=lambda: clock.now)
+    params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+    stream = engine.add(request_of("stream", random_prompt(48), params))
+    engine.step()
+    other = engine.add(request_of("other", random_prompt(700), params))
+    gaps = []
+    while not other.token_ids:
+        began, known = clock.now, len(stream.token_ids)
+        engine.step()
+        assert len(stream.token_ids) == known + 1
+        gaps.append(clock.now - began)
+    assert max(gaps) <= _BOUND_S
+    assert len(gaps) == 5, "160 tokens each"
+    engine.engine.close()

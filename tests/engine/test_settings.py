@@ -57,6 +57,7 @@ ENGINE: dict[str, Row] = {
     "max_model_len": "a router plans for the shortest, and an engine refuses a leg that may outgrow its own",
     "max_num_batched_tokens": _INVARIANT,
     "max_prefill_tokens_with_decodes": _INVARIANT,
+    "max_decode_gap_s": _INVARIANT,
     "max_num_seqs": _INVARIANT,
     "dtype": facts("model.dtype"),
     "quantization": facts("model.quantization"),

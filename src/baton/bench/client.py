@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +33,12 @@ class Streamed:
         """Tokens after the first, divided by the time from first to last, or nan."""
         span = self.times_s[-1] - self.times_s[0] if len(self.times_s) > 1 else 0.0
         return (len(self.token_ids) - 1) / span if span else float("nan")
+
+    @property
+    def second_gap(self) -> float:
+        """The first gap between events over the median of the others, or nan."""
+        gaps = [after - before for before, after in itertools.pairwise(sorted(set(self.times_s)))]
+        return gaps[0] / statistics.median(gaps[1:]) if len(gaps) > 1 else float("nan")
 
 
 async def stream_completion(

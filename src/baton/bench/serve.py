@@ -37,6 +37,8 @@ class ServeFigures:
     ttft_ratio_interval: tuple[float, float]
     reference_tokens_per_s: float
     tokens_per_s: float
+    reference_second_gap: float
+    second_gap: float
 
 
 def measure_deployments(
@@ -80,6 +82,7 @@ async def _measure(
         name = (await client.model()).id
     ttft: dict[str, list[float]] = {reference: [], candidate: []}
     speed: dict[str, list[float]] = {reference: [], candidate: []}
+    second: dict[str, list[float]] = {reference: [], candidate: []}
     async with aiohttp.ClientSession() as session:
         for index, case in enumerate(with_progress(cases, "pair")):
             body = {
@@ -95,6 +98,7 @@ async def _measure(
                 if index >= WARM_UP:
                     ttft[url].append(answer.ttft_s)
                     speed[url].append(answer.tokens_per_s)
+                    second[url].append(answer.second_gap)
                 await asyncio.sleep(BREAK_S)
     ratios = sorted(b / a for a, b in zip(ttft[reference], ttft[candidate], strict=True))
     return ServeFigures(
@@ -106,6 +110,8 @@ async def _measure(
         confidence_interval(ratios),
         statistics.median(speed[reference]),
         statistics.median(speed[candidate]),
+        statistics.median(second[reference]),
+        statistics.median(second[candidate]),
     )
 
 

@@ -19,7 +19,8 @@ _PANELS: tuple[tuple[str, str], ...] = (
     ("Speculation and handoff", "speculative_config kv_transfer_config kv_transport integrity kv_stream recovery"),
     (
         "Memory and batches",
-        "block_size max_num_batched_tokens max_prefill_tokens_with_decodes max_num_seqs kv_cache_memory "
+        "block_size max_num_batched_tokens max_prefill_tokens_with_decodes max_decode_gap_s max_num_seqs "
+        "kv_cache_memory "
         "gpu_memory_utilization engines_per_host enable_prefix_caching kv_events_config mamba_block_size "
         "max_queued_requests queue_timeout_s stall_timeout_s",
     ),

@@ -43,6 +43,9 @@ from baton.models.layers.linear import Build, Linear
 
 log = logging.getLogger(__name__)
 
+# From so many rows per drafting one on, others compute only keys and values.
+_FEW = 4
+
 
 def _attention(config: ModelConfig, layer_id: int, build: Build, in_features: int) -> nn.Module:
     """Llama attention, or MLA (`Eagle3DeepseekV2ForCausalLM`)."""
@@ -129,7 +132,8 @@ class Eagle3(HeadDrafter):
         fused, features = self._fused, batch.features_TF
         assert features is not None
         # Outputs of other rows are unused.
-        last_only = len(batch.positions) > MAX_ROWS and len(self.layers) == 1
+        num_rows, num_drafting = len(batch.positions), np.count_nonzero(batch.num_drafts)
+        last_only = len(self.layers) == 1 and (num_rows > MAX_ROWS or num_rows >= _FEW * num_drafting)
         passes = None if fused is None else draft_passes(batch, fused.regions, last_only)
         if fused is None or passes is None:
             return super().extend(batch)

@@ -36,7 +36,7 @@ from baton.engine.ranks.lockstep import Lockstep, WakeSockets
 from baton.engine.request import Request
 from baton.engine.runner import ModelRunner, plan_spec
 from baton.engine.sampling.stopping import until_stop
-from baton.engine.scheduler import Scheduler
+from baton.engine.scheduler import PromptBudget, Scheduler
 from baton.engine.speculation.start import enable_adaptive_drafts
 from baton.engine.step import DecodingLimits
 from baton.errors import ConfigError, EngineUnavailableError, HandoffError
@@ -122,7 +122,11 @@ class _Computing:
 
 
 def _scheduler(config: EngineConfig, cache: KVCache) -> Scheduler:
-    return Scheduler(cache, config.max_num_batched_tokens, config.max_num_seqs, config.max_prefill_tokens_with_decodes)
+    most = config.max_prefill_tokens_with_decodes
+    scheduler = Scheduler(cache, config.max_num_batched_tokens, config.max_num_seqs, most)
+    if config.max_decode_gap_s:
+        scheduler.prompt_budget = PromptBudget(config.max_decode_gap_s, most)
+    return scheduler
 
 
 def _build(

@@ -240,10 +240,13 @@ class EngineCore:
             self.legs.admit(rows.request for rows in scheduled)
         if not scheduled:
             return False
+        prompts = [rows.num_rows for rows in scheduled if rows.request.is_prefilling]
         done = self.steps.compute(scheduled)
         for request, error in done.failed.items():
             self.finish(request, "error", client_error(request, error))
         self._finalise([rows for rows in scheduled if rows.request not in done.failed], done.draft_rows)
+        if (budget := self.scheduler.prompt_budget) is not None:
+            budget.computed(sum(prompts), len(prompts) < len(scheduled), self.clock.monotonic() - now)
         self.metrics.num_steps += 1
         self.metrics.step_tokens.observe(sum(rows.num_rows for rows in scheduled))
         return True

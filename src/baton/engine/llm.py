@@ -234,6 +234,7 @@ def _config(model: str, settings: dict[str, Any]) -> EngineConfig:
     for name in settings:
         if name not in known:
             raise ConfigError(name, f"is unknown; known: {', '.join(sorted(known))}")
+    settings.setdefault("max_decode_gap_s", 0.0)
     for name, one in declared_settings(EngineConfig).items():
         if one.setting.parse is not None and isinstance(settings.get(name), str | dict):
             settings[name] = one.setting.parse(settings[name])

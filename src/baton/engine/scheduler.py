@@ -18,6 +18,12 @@ from baton.kv.tables import BlockTables, Destination
 
 # How many waiting prompts are looked at for short ones, beside a long one.
 _LOOKED_AT = 64
+# Tokens of smaller chunks cost more.
+_LEAST_CHUNK = 32
+# Before anything was measured.
+_FIRST_CHUNK = 256
+# Longer times may be another process's fault.
+_RISE = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +33,34 @@ class ScheduledRows:
     request: Request
     start: int
     num_rows: int
+
+
+class PromptBudget:
+    """Prompt tokens of a step beside decodes: for `bound_s`, or twice the decodes' time. `most`: None: any."""
+
+    def __init__(self, bound_s: float, most: int | None = None) -> None:
+        self._bound_s, self._most = bound_s, most
+        self._decode_s = self._token_s = 0.0
+
+    def computed(self, num_prompt_tokens: int, decodes: bool, seconds: float) -> None:
+        """Note the time of a step. `decodes`: it decoded too."""
+        if num_prompt_tokens == 0:
+            self._decode_s = _nearer(self._decode_s, seconds)
+        elif num_prompt_tokens >= _LEAST_CHUNK or not self._token_s:
+            prompt_s = max(seconds - self._decode_s, seconds / 4) if decodes else seconds
+            self._token_s = _nearer(self._token_s, prompt_s / num_prompt_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        found = _FIRST_CHUNK
+        if self._token_s:
+            seconds = max(self._bound_s - self._decode_s, self._decode_s)
+            found = max(int(seconds / self._token_s) // _LEAST_CHUNK, 1) * _LEAST_CHUNK
+        return found if self._most is None else min(found, self._most)
+
+
+def _nearer(old: float, new: float) -> float:
+    return min(new, _RISE * old) if old else new
 
 
 class Scheduler:
@@ -42,6 +76,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.max_prefill_tokens = max_prefill_tokens
+        self.prompt_budget: PromptBudget | None = None  # in place of `max_prefill_tokens`
         self._limit = max_num_batched_tokens  # of this step
         self.waiting: deque[Request] = deque()
         self.receive_queue: deque[Request] = deque()
@@ -72,9 +107,10 @@ class Scheduler:
         for request in list(self.running):
             if request.status is RequestStatus.RUNNING and not request.is_prefilling:
                 self._schedule(request, 1 + len(request.draft_ids), scheduled)
-        if scheduled and self.max_prefill_tokens is not None:
+        most = self.max_prefill_tokens if self.prompt_budget is None else self.prompt_budget.num_tokens
+        if scheduled and most is not None:
             num_decoded = self.max_num_batched_tokens - self._budget(scheduled)
-            self._limit = min(self._limit, num_decoded + self.max_prefill_tokens)
+            self._limit = min(self._limit, num_decoded + most)
         long = self._continue_prompts(scheduled)
         self._admit_waiting(scheduled, long is not None)
         if long is not None and long in scheduled:

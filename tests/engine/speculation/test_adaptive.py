@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from baton.engine.config import SpeculativeConfig
 from baton.engine.config.speculative import MOST_AUTO_DRAFTS
 from baton.engine.request import Request
 from baton.engine.requests import make_request
-from baton.engine.speculation.adaptive import PROBE_EVERY, SEEDED_DRAFTS, AdaptiveDrafts
+from baton.engine.speculation.adaptive import CHOOSE_EVERY, PROBE_EVERY, SEEDED_DRAFTS, AdaptiveDrafts
 from baton.errors import ConfigError
 from baton.verify.observe import make_cases
 from baton.wire import SamplingParams
@@ -27,6 +29,12 @@ from testkit.engines import EAGLE3, Mode, Stepped, pair, request, stepped
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0.8, seed=5, ignore_eos=True)
+
+
+@dataclass(eq=False)
+class RequestStub:
+    request_id: str
+    token_ids: list[int] = field(default_factory=lambda: [0] * 9)
 
 
 def auto(spec: dict[str, Any], **more: Any) -> SpeculativeConfig:
@@ -150,3 +158,41 @@ def test_what_cannot_be_chosen_is_refused(fields: dict[str, str], text: str) -> 
 def test_a_fixed_k_measures_nothing() -> None:
     with stepped(kv_cache_memory=8 << 20) as one:
         assert one.core.steps.adaptive is None
+
+
+def test_few_requests_are_probed_at_a_time_and_all_in_turn() -> None:
+    adaptive = AdaptiveDrafts(8)
+    for requests, drafts in itertools.product((1, 16), (0, 1, 4)):  # a row costs as much as ten forwards
+        rows = requests * (1 + drafts)
+        adaptive.target_cost.observe((1.0, rows, requests, 0, 0, 0, 0), 0.01 + 0.1 * rows)
+    adaptive.target_cost.fit()
+    requests: list[Any] = [RequestStub(f"{number}") for number in range(16)]
+    probed = []
+    for number in range(1, 8 * PROBE_EVERY + 1):
+        counts = adaptive.choose(requests, [8] * 16)
+        assert number % PROBE_EVERY == 0 or not counts.any()
+        if number % PROBE_EVERY == 0:
+            assert counts.max() == 1
+            probed.append(np.flatnonzero(counts).tolist())
+    assert [len(one) for one in probed] == [2] * 8
+    assert sorted(itertools.chain(*probed)) == list(range(16))
+
+
+def test_a_choice_holds_for_some_steps_unless_a_request_comes() -> None:
+    chosen: list[int] = []
+
+    class Counted(AdaptiveDrafts):
+        def _best(self, requests: Sequence[Request], bounds: np.ndarray) -> np.ndarray:
+            chosen.append(len(requests))
+            return np.minimum(bounds, 3)
+
+    adaptive = Counted(8)
+    requests: list[Any] = [RequestStub(f"{number}") for number in range(3)]
+    for _ in range(CHOOSE_EVERY - 1):
+        assert adaptive.choose(requests[:2], [8, 2]).tolist() == [3, 2]
+    assert chosen == [2]
+    adaptive.choose(requests[:2], [8, 2])
+    assert chosen == [2, 2]
+    assert adaptive.choose([*requests[1:]], [8, 1]).tolist() == [3, 1]
+    assert adaptive.choose(requests[2:], [8]).tolist() == [1]
+    assert chosen == [2, 2, 2]

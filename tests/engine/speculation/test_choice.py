@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.speculation.acceptance import FIRST_GUESS, AcceptanceRates
-from baton.engine.speculation.choice import RoundCosts, choose_drafts
+from baton.engine.speculation.choice import LEAST_GAIN, RoundCosts, choose_drafts
 from baton.engine.speculation.cost_model import LinearCost
 
 
@@ -19,26 +19,43 @@ def rate(survival: np.ndarray, counts: Sequence[int], costs: RoundCosts) -> floa
     """Expected tokens per second, written out."""
     tokens = sum(1 + survival[r, :k].sum() for r, k in enumerate(counts))
     seconds = costs.base + costs.depth * max(counts) + sum(costs.draft[r] * k for r, k in enumerate(counts))
+    seconds += costs.start * (max(counts) > 0) + costs.more[sum(counts)]
     return float(tokens / seconds)
+
+
+def round_costs(draft: Sequence[float], base: float = 1.0, start: float = 0.0, depth: float = 0.0) -> RoundCosts:
+    return RoundCosts(base, start, np.array(draft), depth, np.zeros(1 + 8 * len(draft)))
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.lists(st.floats(0, 1), min_size=3, max_size=3), st.integers(0, 3)), min_size=1, max_size=3),
     st.floats(0.1, 10),
-    st.floats(0, 2),
+    st.tuples(st.floats(0, 2), st.floats(0, 2)),
     st.lists(st.floats(0.01, 3), min_size=3, max_size=3),
 )
 def test_no_other_choice_gives_more_tokens_a_second(
-    requests: list[tuple[list[float], int]], base: float, depth: float, draft: list[float]
+    requests: list[tuple[list[float], int]], base: float, start_depth: tuple[float, float], draft: list[float]
 ) -> None:
     survival = np.array([conditional for conditional, _ in requests]).cumprod(axis=1)
     most = np.array([limit for _, limit in requests])
-    costs = RoundCosts(base, np.array(draft[: len(requests)]), depth)
+    costs = round_costs(draft[: len(requests)], base, *start_depth)
     chosen = choose_drafts(survival, most, costs)
     assert ((chosen >= 0) & (chosen <= most)).all()
     every = itertools.product(*(range(limit + 1) for limit in most))
-    assert rate(survival, chosen.tolist(), costs) == pytest.approx(max(rate(survival, k, costs) for k in every))
+    best = max(rate(survival, k, costs) for k in every)
+    if chosen.any():
+        assert rate(survival, chosen.tolist(), costs) == pytest.approx(best)
+    else:
+        assert rate(survival, chosen.tolist(), costs) >= best / (LEAST_GAIN + 1e-9)
+
+
+@pytest.mark.parametrize("free", [3, 6])
+def test_no_more_drafts_than_rows_that_cost_little(free: int) -> None:
+    survival = np.full((4, 8), 0.8).cumprod(axis=1)
+    more = np.maximum(np.arange(33) - free, 0) * 10.0
+    costs = RoundCosts(1.0, 0.0, np.full(4, 0.01), 0.0, more)
+    assert choose_drafts(survival, np.full(4, 8), costs).sum() == free
 
 
 def test_what_raises_the_price_of_a_row_lowers_k() -> None:
@@ -46,13 +63,13 @@ def test_what_raises_the_price_of_a_row_lowers_k() -> None:
     most = np.full(4, 8)
 
     def total(draft: Sequence[float], depth: float) -> int:
-        return int(choose_drafts(survival, most, RoundCosts(1.0, np.array(draft), depth)).sum())
+        return int(choose_drafts(survival, most, round_costs(draft, depth=depth)).sum())
 
     assert total([0.001] * 4, 0.0) == 32
     assert 32 > total([0.05] * 4, 0.0) > total([0.1] * 4, 0.0) > total([0.5] * 4, 0.0) == 0
     assert total([0.001] * 4, 0.001) > total([0.001] * 4, 0.3) > 0
     # The request with the longest context gets fewer.
-    costs = RoundCosts(1.0, np.array([0.05, 0.05, 0.2, 0.05]), 0.0)
+    costs = round_costs([0.05, 0.05, 0.2, 0.05])
     chosen = choose_drafts(survival, most, costs)
     assert chosen[2] < chosen[0] == chosen[1] == chosen[3]
 
@@ -68,7 +85,7 @@ def test_a_request_whose_drafts_are_accepted_gets_more_than_its_neighbour() -> N
     assert survival[0, 0] > 0.8
     assert survival[1, 0] < 0.4
     assert (np.diff(survival, axis=1) <= 0).all()
-    chosen = choose_drafts(survival[:2], np.full(2, 8), RoundCosts(1.0, np.full(2, 0.2), 0.0))
+    chosen = choose_drafts(survival[:2], np.full(2, 8), round_costs([0.2, 0.2]))
     assert chosen[0] > chosen[1]
 
 

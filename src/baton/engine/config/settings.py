@@ -57,6 +57,13 @@ class StepSettings:
             rule=at_least(1),
         ),
     ] = None
+    max_decode_gap_s: Annotated[
+        float,
+        Setting(
+            "Longest gap of a stream by prompts beside it, by measured times; 0: any.",
+            rule=Rule("seconds, or 0 for no limit", lambda value: 0 <= value < 1e6),
+        ),
+    ] = 0.2
     max_num_seqs: Annotated[int, Setting("Most sequences in one step.", rule=in_range(1, 4096))] = 64
     dtype: Annotated[str, Setting("auto, float32, bfloat16, or float16: computed in float32.", rule=one_of(DTYPES))] = (
         "auto"

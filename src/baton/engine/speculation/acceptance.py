@@ -19,27 +19,38 @@ _LATER = 0.85
 _KEEP_ALL, _KEEP_OWN = 0.998, 0.95
 # A streak must not fix a request at the most drafts.
 _HIGHEST = 0.98
+_HEAVIEST = 1e100
 
 
 class Counts:
     """Drafts per position. Old ones fade."""
 
     def __init__(self, most: int) -> None:
-        self.hits: FloatArray = np.zeros(most)
-        self.tries: FloatArray = np.zeros(most)
+        self._hits, self._tries, self._weight = [0.0] * most, [0.0] * most, 1.0
+
+    @property
+    def hits(self) -> FloatArray:
+        return np.array(self._hits) / self._weight
+
+    @property
+    def tries(self) -> FloatArray:
+        return np.array(self._tries) / self._weight
 
     def add(self, num_drafts: int, num_accepted: int, keep: float) -> None:
         """Drafts after the first wrong one were not tried."""
-        self.hits *= keep
-        self.tries *= keep
-        self.hits[:num_accepted] += 1
-        self.tries[: min(num_drafts, num_accepted + 1)] += 1
+        weight, most = self._weight / keep, len(self._hits)
+        self._weight = weight
+        for position in range(min(num_accepted, most)):
+            self._hits[position] += weight
+        for position in range(min(num_drafts, num_accepted + 1, most)):
+            self._tries[position] += weight
+        if weight > _HEAVIEST:
+            self._hits, self._tries, self._weight = self.hits.tolist(), self.tries.tolist(), 1.0
 
 
 class AcceptanceRates:
     def __init__(self, most: int) -> None:
         self._most, self._all = most, Counts(most)
-        self._rates = np.full(most, FIRST_GUESS)
 
     def new(self) -> Counts:
         return Counts(self._most)
@@ -47,16 +58,20 @@ class AcceptanceRates:
     def verified(self, own: Counts, num_drafts: int, num_accepted: int) -> None:
         own.add(num_drafts, num_accepted, _KEEP_OWN)
         self._all.add(num_drafts, num_accepted, _KEEP_ALL)
-        guess = FIRST_GUESS
-        for position, (hits, tries) in enumerate(zip(self._all.hits.tolist(), self._all.tries.tolist(), strict=True)):
-            rate = self._rates[position] = (hits + _GUESS_WEIGHT * guess) / (tries + _GUESS_WEIGHT)
-            guess = rate * _LATER
+
+    def _rates(self) -> FloatArray:
+        """Of all requests, by position."""
+        guess, rates = FIRST_GUESS, []
+        for hits, tries in zip(self._all.hits.tolist(), self._all.tries.tolist(), strict=True):
+            rates.append((hits + _GUESS_WEIGHT * guess) / (tries + _GUESS_WEIGHT))
+            guess = rates[-1] * _LATER
+        return np.array(rates)
 
     def survival(self, requests: Sequence[Counts | None]) -> FloatArray:
         """The probability [R, most] that a draft and all before it are accepted."""
         none = np.zeros(self._most)
         hits = np.stack([none if own is None else own.hits for own in requests])
         tries = np.stack([none if own is None else own.tries for own in requests])
-        rates = (hits + _OWN_WEIGHT * self._rates) / (tries + _OWN_WEIGHT)
+        rates = (hits + _OWN_WEIGHT * self._rates()) / (tries + _OWN_WEIGHT)
         found: FloatArray = np.minimum(rates, _HIGHEST).cumprod(axis=1)
         return found

@@ -25,9 +25,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Every so many choices each request gets one draft more, to detect rising acceptance.
-PROBE_EVERY = 32
+# Every so many choices, one of so many requests gets one draft more, to detect rising acceptance.
+PROBE_EVERY, _PROBED_SHARE = 32, 8
+# In steps. Choosing and measuring take time.
+CHOOSE_EVERY, _MEASURE_EVERY, _FIRST_STEPS = 8, 3, 64
 _FIT_EVERY = 16
+# Rows beyond these numbers may cost more.
+_KNEES = (8, 24)
 # A prefill leg never learns which drafts are accepted.
 SEEDED_DRAFTS = 3
 # (requests, rows of each, tokens before them), and (requests, drafts).
@@ -37,6 +41,7 @@ _TARGET_PROBES = (
     (1, 8, 0),
     (1, 1, 512),
     (8, 1, 0),
+    (16, 1, 0),
     (8, 4, 0),
     (8, 1, 512),
     (32, 1, 0),
@@ -53,12 +58,13 @@ class AdaptiveDrafts:
     """`timer`: seconds, for the costs of forwards."""
 
     def __init__(self, most: int, timer: Callable[[], float] = time.monotonic) -> None:
-        self.timer = timer
+        self.timer, self._most = timer, most
         self._rates = AcceptanceRates(most)
         self._own: WeakKeyDictionary[Request, Counts] = WeakKeyDictionary()
-        self.target_cost = LinearCost((1.0, 16.0, 8.0, 4096.0, 16384.0))
-        self.drafter_cost = LinearCost((1.0, 16.0, 4.0, 16.0))
-        self._num_choices = 0
+        self.target_cost = LinearCost((1.0, 16.0, 8.0, 4096.0, 16384.0, *[16.0] * len(_KNEES)))
+        self.drafter_cost = LinearCost((1.0, 16.0, 1.0, 4.0, 16.0))
+        self._num_choices = self._num_steps = 0
+        self._chosen: dict[str, int] = {}
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         if request not in self._own:
@@ -66,13 +72,18 @@ class AdaptiveDrafts:
         self._rates.verified(self._own[request], num_drafts, num_accepted)
 
     def computed(self, scheduled: Sequence[ScheduledRows], seconds: float) -> None:
-        if not any(rows.request.is_prefilling for rows in scheduled):
+        self._num_steps += 1
+        if self._measures and not any(rows.request.is_prefilling for rows in scheduled):
             self._observe(self.target_cost, _parts([(rows.num_rows, rows.start) for rows in scheduled]), seconds)
 
     def drafted(self, draft_rows: Sequence[DraftRows], seconds: float) -> None:
-        num_rows = sum(rows.stop - rows.start for rows in draft_rows)
-        counts = [rows.num_drafts for rows in draft_rows]
-        self._observe(self.drafter_cost, (1.0, num_rows, max(counts, default=0), sum(counts)), seconds)
+        if self._measures:
+            num_rows = sum(rows.stop - rows.start for rows in draft_rows)
+            self._observe(self.drafter_cost, draft_parts(num_rows, [rows.num_drafts for rows in draft_rows]), seconds)
+
+    @property
+    def _measures(self) -> bool:
+        return self._num_steps < _FIRST_STEPS or self._num_steps % _MEASURE_EVERY == 0
 
     def _observe(self, cost: LinearCost, parts: Sequence[float], seconds: float) -> None:
         cost.observe(parts, seconds)
@@ -81,20 +92,31 @@ class AdaptiveDrafts:
 
     def choose(self, requests: Sequence[Request], most: Sequence[int]) -> IntArray:
         bounds = np.maximum(np.array(most, dtype=np.int64), 0)
-        survival = self._rates.survival([self._own.get(request) for request in requests])
-        contexts = np.array([len(r.token_ids) for r in requests])
-        counts = choose_drafts(survival, bounds, self._costs(contexts))
         self._num_choices += 1
+        found = [self._chosen.get(request.request_id) for request in requests]
+        if self._num_choices % CHOOSE_EVERY == 0 or None in found:
+            counts = self._best(requests, bounds)
+            self._chosen = {request.request_id: k for request, k in zip(requests, counts.tolist(), strict=True)}
+        else:
+            counts = np.array(found, dtype=np.int64)
         if self._num_choices % PROBE_EVERY == 0:
-            counts = counts + 1
+            first, count = self._num_choices // PROBE_EVERY, -(-len(counts) // _PROBED_SHARE)
+            counts[(first * count + np.arange(count)) % len(counts)] += 1
         return np.minimum(counts, bounds)
 
+    def _best(self, requests: Sequence[Request], bounds: IntArray) -> IntArray:
+        survival = self._rates.survival([self._own.get(request) for request in requests])
+        return choose_drafts(survival, bounds, self._costs(np.array([len(r.token_ids) for r in requests])))
+
     def _costs(self, contexts: IntArray) -> RoundCosts:
-        _, row, _, _, row_context = self.target_cost.each()
-        _, _, depth, draft = self.drafter_cost.each()
+        _, row, _, _, row_context, *beyond = self.target_cost.each()
+        _, _, start, depth, draft = self.drafter_cost.each()
         base = self.target_cost.seconds(_parts([(1, c) for c in contexts.tolist()]))
-        base += self.drafter_cost.seconds((1.0, len(contexts), 0.0, 0.0))
-        return RoundCosts(base or 1.0, np.maximum(row + row_context * contexts + draft, 1e-12), float(depth))
+        base += self.drafter_cost.seconds(draft_parts(len(contexts), [0]))
+        each = np.maximum(row + row_context * contexts + draft, 1e-12)
+        rows = len(contexts) + np.arange(1 + len(contexts) * self._most)
+        more = sum(cost * np.maximum(rows - knee, 0) for cost, knee in zip(beyond, _KNEES, strict=True))
+        return RoundCosts(base or 1.0, float(start), each, float(depth), more - more[0])
 
     def measure(
         self,
@@ -127,7 +149,7 @@ class AdaptiveDrafts:
                 began = now()
                 executor.draft(drafting)
                 if repeated:
-                    self.drafter_cost.observe((1.0, requests, drafts, requests * drafts), now() - began)
+                    self.drafter_cost.observe(draft_parts(requests, [drafts] * requests), now() - began)
         for cost in (self.target_cost, self.drafter_cost):
             for _ in range(4):  # each fit stays close to the last
                 cost.fit()
@@ -154,4 +176,10 @@ def _parts(rows: Sequence[tuple[int, int]]) -> tuple[float, ...]:
         num_rows += count
         context += before
         rows_context += count * before
-    return 1.0, num_rows, len(rows), context, rows_context
+    return 1.0, num_rows, len(rows), context, rows_context, *(max(0, num_rows - knee) for knee in _KNEES)
+
+
+def draft_parts(num_rows: int, counts: Sequence[int]) -> tuple[float, ...]:
+    """`counts`: drafts per request."""
+    passes = max(counts, default=0)
+    return 1.0, num_rows, float(passes > 0), passes, sum(counts)

@@ -11,14 +11,20 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 
+# Estimates are inexact.
+LEAST_GAIN = 1.02
+
+
 @dataclass(frozen=True, slots=True)
 class RoundCosts:
-    """Seconds. `base`: of a round without drafts. `draft` [R]: of one draft and its verification. `depth`: of a pass of
-    the drafter."""
+    """Seconds. `base`: without drafts. `start`: of any drafting. `draft` [R]: of a draft and its verification. `depth`:
+    of a drafter pass. `more` [1 + drafts]: of so many, besides `draft`."""
 
     base: float
+    start: float
     draft: FloatArray
     depth: float
+    more: FloatArray
 
 
 def choose_drafts(survival_RK: FloatArray, most: IntArray, costs: RoundCosts) -> IntArray:
@@ -34,11 +40,11 @@ def choose_drafts(survival_RK: FloatArray, most: IntArray, costs: RoundCosts) ->
     # Row d: only the first d + 1 drafts of each request.
     taken = allowed & (position <= np.arange(deepest)[:, None])
     tokens = num_requests + np.cumsum(taken * survival_RK.ravel()[order], axis=1)
-    seconds = costs.base + costs.depth * np.arange(1, deepest + 1)[:, None]
-    seconds = seconds + np.cumsum(taken * costs.draft[request], axis=1)
+    seconds = costs.base + costs.start + costs.depth * np.arange(1, deepest + 1)[:, None]
+    seconds = seconds + np.cumsum(taken * costs.draft[request], axis=1) + costs.more[np.cumsum(taken, axis=1)]
     rates = tokens / seconds
     best = int(np.argmax(rates))
-    if rates.flat[best] <= num_requests / costs.base:
+    if rates.flat[best] <= LEAST_GAIN * num_requests / costs.base:
         return np.zeros(num_requests, dtype=np.int64)
     depth, last = divmod(best, len(order))
     return np.bincount(request[: last + 1], taken[depth, : last + 1], num_requests).astype(np.int64)
