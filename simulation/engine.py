@@ -272,6 +272,8 @@ class Engine:
 
     def opens(self, key: AttemptKey, num_tokens: int, wanted: dict[str, Interval], pages: dict[str, list[int]]) -> None:
         label, story = str(key), self.stories[self.legs.open[key].request.request_id]
+        if label in self.quiet:
+            return  # the engine does not know yet that it has ended, and the agent takes no pages for it
         tables = {group: list(table) for group, table in pages.items()}
         limit = self.world.settings.timers.handoff
         receipt = Receipt(story, num_tokens, dict(wanted), tables, self.process.clock.monotonic() + limit)
