@@ -4,7 +4,7 @@ const byId = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
 const REASONS = /*REASONS*/ {};
 const SILENT = "the router does not answer";
-const SILENCE_MS = 15000, REFUSED_MS = 3000; // events come every three seconds at least
+const SILENCE_MS = 15000; // events come every three seconds at least
 
 function make(name, attributes = {}, ...children) {
   const svg = ["svg", "rect", "line", "path", "text", "circle", "title", "g"].includes(name);
@@ -261,16 +261,13 @@ function lost() {
 // A router that hangs, or whose host is gone, ends no connection; and a browser does not try again after a refusal.
 function listen() {
   const events = new EventSource("dashboard/events");
-  const again = (wait_ms) => { clearTimeout(silence); silence = setTimeout(() => { events.close(); lost(); listen(); }, wait_ms); };
-  again(SILENCE_MS);
+  const again = () => { clearTimeout(silence); silence = setTimeout(() => { events.close(); lost(); listen(); }, SILENCE_MS); };
+  again();
   events.addEventListener("message", (event) => {
-    again(SILENCE_MS);
+    again();
     document.body.classList.remove("stale");
     render(JSON.parse(event.data));
   });
-  events.addEventListener("error", () => {
-    lost();
-    if (events.readyState === EventSource.CLOSED) again(REFUSED_MS);
-  });
+  events.addEventListener("error", lost);
 }
 listen();
