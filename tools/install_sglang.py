@@ -8,7 +8,8 @@ Baton's own dependencies, Python's version) is another, or when an earlier run w
 while it is made wait for it.
 
 SGLang's wheel requires libraries for GPUs that a CPU does not use; they are left out. It also imports `sgl_kernel`,
-which PyPI has for CUDA only: `tests/sglang/support` holds a stand-in.
+which PyPI has for CUDA only, and `torchvision`: `tests/sglang/support` holds stand-ins. PyTorch's build for CPUs is
+taken if pip knows one (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS): PyPI's needs 4 GB more.
 
 With --or-skip, a machine that cannot have the environment (Python, platform, disk, a failure of pip, or
 its limit of time) is named on one line, and the exit status is 0. With --if-kept, nothing is installed: where no
@@ -33,7 +34,7 @@ import tempfile
 import time
 import venv
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -49,6 +50,7 @@ NOT_FOR_CPU = frozenset(
         "blobfile",
         "build",
         "cuda-python",
+        "datasets",
         "deepseek-recipe",
         "flash-attn-4",
         "flashinfer_python",
@@ -62,6 +64,7 @@ NOT_FOR_CPU = frozenset(
         "nvshmem4py-cu13",
         "py-spy",
         "quack-kernels",
+        "scipy",
         "sgl-deep-ep",
         "sgl-deep-gemm",
         "sgl-flash-mla",
@@ -71,13 +74,18 @@ NOT_FOR_CPU = frozenset(
         "timm",
         "tml-renderers",
         "torch_memory_saver",
+        "torch",
         "torchaudio",
         "torchcodec",
+        "torchvision",
     }
 )
 # Modules that SGLang imports without requiring them by these names.
-IMPORTED = ("triton",)
-DISK_BYTES = 16 * 10**9  # the environment, pip's cache, and wheels that are unpacked
+IMPORTED = ("dill", "triton")
+# Builds of PyTorch, the first that pip finds. SGLang asks for the last one.
+TORCH = ("2.14.1+cpu", "2.13.0+cpu", "2.14.1")
+DISK_BYTES = 16 * 10**9  # the environment with CUDA's libraries, pip's cache, and wheels that are unpacked
+CPU_DISK_BYTES = 6 * 10**9  # with a build of PyTorch for CPUs
 MAX_INSTALL_S = 360.0
 
 
@@ -91,9 +99,11 @@ def why_not(python: tuple[int, int], system: str, machine: str, free_bytes: int)
         return f"SGLang {VERSION} needs Python 3.11 to 3.13, this is {python[0]}.{python[1]} (make PYTHON=...)"
     if system != "Linux" or machine != "x86_64":
         return f"SGLang for CPUs is tested on Linux on x86_64, this is {system} on {machine}"
-    if free_bytes < DISK_BYTES:
-        return f"{free_bytes / 1e9:.0f} GB of disk are free, {DISK_BYTES / 1e9:.0f} GB are needed while it is installed"
-    return None
+    return _too_full(free_bytes, CPU_DISK_BYTES) if free_bytes < CPU_DISK_BYTES else None
+
+
+def _too_full(free_bytes: int, needed: int) -> str:
+    return f"{free_bytes / 1e9:.0f} GB of disk are free, {needed / 1e9:.0f} GB are needed while it is installed"
 
 
 def own_requirements() -> list[str]:
@@ -115,14 +125,14 @@ def requirements(wheel: Path) -> list[str]:
 
 def recipe() -> str:
     """A digest of everything that decides what is installed."""
-    parts = [VERSION, NIXL, MOONCAKE, sys.version, *own_requirements(), *TESTS, *IMPORTED, *sorted(NOT_FOR_CPU)]
+    parts = [VERSION, NIXL, MOONCAKE, sys.version, *own_requirements(), *TESTS, *IMPORTED, *TORCH, *sorted(NOT_FOR_CPU)]
     parts.append(CONSTRAINTS.read_text())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _run(command: Sequence[str], until: float) -> None:
+def _run(command: Sequence[str], until: float, quiet: bool = False) -> None:
     """Run pip, and end it and its children at `until`. Raises `CannotInstallError` if it fails or takes longer."""
-    process = subprocess.Popen(command, start_new_session=True)
+    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL if quiet else None)
     try:
         code = process.wait(max(until - time.monotonic(), 0))
     except subprocess.TimeoutExpired:
@@ -133,6 +143,16 @@ def _run(command: Sequence[str], until: float) -> None:
         raise CannotInstallError(f"pip failed: {' '.join(command[2:6])} ..., see above")
 
 
+def install_torch(pip: Callable[[str, bool], None], free_bytes: int) -> None:
+    """`pip` installs a requirement, maybe silently. Raises `CannotInstallError`."""
+    for build in TORCH[:-1]:
+        with contextlib.suppress(CannotInstallError):  # unless time is up, pip knows no such build
+            return pip(f"torch=={build}", True)
+    if free_bytes < DISK_BYTES:
+        raise CannotInstallError(f"pip knows no build of PyTorch for CPUs, and {_too_full(free_bytes, DISK_BYTES)}")
+    return pip(f"torch=={TORCH[-1]}", False)
+
+
 def install(directory: Path, limit_s: float) -> None:
     """Make the environment. Raises `CannotInstallError`, also if it takes more than `limit_s` seconds."""
     until = time.monotonic() + limit_s
@@ -141,6 +161,9 @@ def install(directory: Path, limit_s: float) -> None:
     with tempfile.TemporaryDirectory() as folder:
         _run([*pip, "download", "--no-deps", "-d", folder, f"sglang=={VERSION}"], until)
         wheel = next(Path(folder).glob("*.whl"))
+        torch = [*pip, "install", "-c", str(CONSTRAINTS)]
+        free = shutil.disk_usage(directory).free
+        install_torch(lambda requirement, quiet: _run([*torch, requirement], until, quiet), free)
         listed = Path(folder) / "requirements.txt"
         extra = [f"nixl-cu13=={NIXL}", f"mooncake-transfer-engine-non-cuda=={MOONCAKE}", *IMPORTED, *TESTS]
         listed.write_text("\n".join([*requirements(wheel), *own_requirements(), *extra]) + "\n")
@@ -168,7 +191,7 @@ def environment(directory: Path, limit_s: float = MAX_INSTALL_S) -> Iterator[int
                 reason = why_not(sys.version_info[:2], platform.system(), platform.machine(), free)
                 if reason is not None:
                     raise CannotInstallError(reason)
-                print(f"installing SGLang {VERSION} for CPUs into {directory} (7 GB) ...", file=sys.stderr, flush=True)
+                print(f"installing SGLang {VERSION} for CPUs into {directory} ...", file=sys.stderr, flush=True)
                 (directory / "recipe").unlink(missing_ok=True)
                 try:
                     install(directory, limit_s)

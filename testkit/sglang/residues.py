@@ -96,7 +96,7 @@ async def leave(pair: Pair, known: Known, legs: Sequence[Legs], num: int) -> tup
     async def one(http: aiohttp.ClientSession, index: int) -> None:
         prompt, want = known[index % len(known)]
         async with turn:
-            task = asyncio.ensure_future(outcome(http, pair, prompt, NUM, legs[index % len(legs)]))
+            task = asyncio.ensure_future(outcome(http, pair, prompt, len(want), legs[index % len(legs)]))
             if rng.random() < LEAVING:
                 await asyncio.wait([task], timeout=rng.random() * 0.3)
                 if task.cancel():
@@ -138,14 +138,14 @@ def run_pair(pair: Pair, name: str, num_leaving: int) -> list[str]:
     return wrong + bad
 
 
-async def verify(pair: Pair, one: Server, limit_s: float = LIMIT_S) -> int:
-    """Run `baton verify`: the pair, through a router, against `one`. Returns its exit status."""
+async def verify(pair: Pair, one: Server, *further: str, model: Path = MODEL) -> int:
+    """Run `baton verify` with `further` arguments on the pair, through a router, and `one`. Returns its exit status."""
     urls = {role: (getattr(pair, role).url,) for role in ("prefill", "decode")}
     settings = RouterConfig(**urls, ticket_key=pair.key, engine="sglang")
     async with served(await build_app(settings)) as url:
-        command = [sys.executable, "-m", "baton.cli", "verify", str(MODEL), "--reference", one.url, "--candidate", url]
-        command += ["--max-tokens", "16", "--ignore-eos"]
-        return await asyncio.to_thread(lambda: subprocess.run(command, check=False, timeout=limit_s).returncode)
+        command = [sys.executable, "-m", "baton.cli", "verify", str(model), "--reference", one.url, "--candidate", url]
+        command += ["--max-tokens", "16", "--ignore-eos", *further]
+        return await asyncio.to_thread(lambda: subprocess.run(command, check=False, timeout=LIMIT_S).returncode)
 
 
 def main() -> int:

@@ -237,7 +237,6 @@ def test_a_word_of_the_peer_proves_nothing_of_what_this_side_does(sides: tuple[S
 
 
 def test_copies_that_begin_together_do_not_each_take_a_turn(sides: tuple[Side, Side]) -> None:
-    """An SGLang server has two groups for each layer, and so hundreds of short copies."""
     near, far = sides
     peer = near.transport.connect(far.descriptor).result(30)
     near.library.begins = "done"

@@ -106,7 +106,6 @@ def test_whatever_a_plan_depends_on_makes_another(change: str) -> None:
 
 
 def test_equal_tables_of_another_request_are_planned_again() -> None:
-    """Only the object is compared: a request's table may be as long as its prompt."""
     planner, (sources, dest) = CopyPlanner(), GROUPS[0]
     one, other = (planner.plan(sources, dest, list(SOURCE_PAGES), DEST_PAGES, TOKENS, ALL_LAYERS, 0) for _ in range(2))
     assert not again(one, other)

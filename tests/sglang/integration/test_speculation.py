@@ -6,17 +6,20 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from baton.wire import Mode
 from testkit.sglang.drafts import compare, draft_flags, drafter, one_answer
 from testkit.sglang.launch import ROOT
-from testkit.sglang.servers import Config, Pair, Server, demo_prompts, pair_configs, serve, ticket_key
+from testkit.sglang.residues import leave, verify
+from testkit.sglang.servers import Config, Pair, Server, check_whole, demo_prompts, pair_configs, serve, ticket_key
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = pytest.mark.timeout(600)
 NUM = 40
 LENGTHS = [5, 16, 17, 33, 64, 90]
+NUM_LEAVING = 30
 # A file; while it exists, D does not ask for the drafter's last entry (`support/sgl_kernel/plugin.py`).
 FAULT = "boundary"
 
@@ -45,8 +48,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=METHODS.values(), ids=METHODS)
-def servers(folder: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Pair, Server]]:
-    method: Method = request.param
+def method(request: pytest.FixtureRequest) -> Method:
+    found: Method = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def servers(folder: Path, method: Method) -> Iterator[tuple[Pair, Server]]:
     flags = draft_flags(method.algorithm, None if method.head is None else drafter(folder, method.head))
     flags += ["--chunked-prefill-size", "64"]
     pages = [["--page-size", str(size)] for size in method.pages]
@@ -86,3 +94,22 @@ def test_a_drafters_entry_that_stays_behind_is_found(servers: tuple[Pair, Server
         (folder / FAULT).unlink()
     print(f"without the last entry: {compared}")
     assert compared.differing
+
+
+def test_clients_that_leave_change_no_other_answer(servers: tuple[Pair, Server]) -> None:
+    """Field classes F and K: the pages of drafts go back too."""
+    (pair, one), found = servers, demo_prompts(LENGTHS, seed=4)
+    answers = asyncio.run(one_answer(one, found, NUM))
+    known = [(prompt, answer["output_ids"]) for prompt, answer in zip(found, answers, strict=True)]
+    exact, left, wrong = asyncio.run(leave(pair, known, [pair.minter(mode) for mode in get_args(Mode)], NUM_LEAVING))
+    print(f"{exact} exact, {left} left by their clients")
+    assert not wrong
+    assert min(exact, left) > 0
+    check_whole(pair.prefill, pair.decode)
+
+
+def test_verify_finds_no_difference(servers: tuple[Pair, Server], method: Method) -> None:
+    """Through a router, which continues a stream of the prefill server's first token."""
+    pair, one = servers
+    lengths = ",".join(map(str, LENGTHS))
+    assert asyncio.run(verify(pair, one, "--lengths", lengths, model=ROOT / "models" / method.target)) == 0

@@ -25,8 +25,8 @@ class _Planned:
 
 
 class CopyPlanner:
-    """`plan_copies` for one sending rank. The last plan is used again for a group of the same shape, with the same
-    tokens and the same block tables (as objects; they must not change). For one thread."""
+    """The last plan is used again for a group of the same shape, tokens and block tables (as objects, which must not
+    change). For one thread."""
 
     def __init__(self) -> None:
         self._last: _Planned | None = None
@@ -61,8 +61,7 @@ class CopyPlanner:
 
 @lru_cache(maxsize=1 << 13)
 def _shape_of(sources: tuple[RankGeometry, ...], dest: RankGeometry) -> _Shape | None:
-    """All that a plan depends on besides the regions, of a group with one plane of one layer. None for other groups,
-    and for ranks whose groups do not match, which `plan_copies` refuses."""
+    """All that a plan depends on besides the regions. None unless it is a group with one plane of one layer on all."""
     to, every = dest.geometry, (*sources, dest)
     if len(to.planes) != 1 or len(to.layer_ids) != 1:
         return None

@@ -207,8 +207,7 @@ class Driver:
         line.send(_DRAINED)
 
     def _advance(self, peer: RemotePeer) -> bool:
-        """Take steps while they change anything, since an engine may have hundreds of short copies at once. True if one
-        did."""
+        """Take steps while they change anything. True if one did."""
         moved, until = False, time.monotonic() + _TURN_S
         while self._step(peer):
             moved = True
