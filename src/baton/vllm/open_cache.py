@@ -98,11 +98,15 @@ def open_cache(
     side.bind(together)
     draft_layers = tuple(layer for group in groups if group.owner == "draft" for layer in group.layers)
     tile = max((rank.geometry.tile for rank in layout.geometries.values()), default=0)
-    identity = _identity(config, settings.kv_transport, whole, agent.address, tile)
+    # vLLM does not find a window again that was received.
+    moves_prefixes = compat.has_prefix_cache(config) and all(group.rules.kind in ("full", "mla") for group in groups)
+    identity = _identity(config, settings.kv_transport, whole, agent.address, tile, moves_prefixes)
     return OpenCache(side, rank, identity, agent, transport, draft_layers)
 
 
-def _identity(config: Any, kv_transport: str, whole: JoinedWorkers, address: str, tile: int) -> VllmIdentity:
+def _identity(
+    config: Any, kv_transport: str, whole: JoinedWorkers, address: str, tile: int, moves_prefixes: bool
+) -> VllmIdentity:
     transfer = config.kv_transfer_config
     return VllmIdentity(
         engine_id=str(transfer.engine_id),
@@ -119,7 +123,7 @@ def _identity(config: Any, kv_transport: str, whole: JoinedWorkers, address: str
         data_parallel_rank=compat.data_parallel_rank(config),
         sampling_defaults=compat.sampling_defaults(config),
         kv_transport=transport_name(kv_transport),
-        moves_prefixes=compat.has_prefix_cache(config) and not whole.has_states,
+        moves_prefixes=moves_prefixes,
     )
 
 

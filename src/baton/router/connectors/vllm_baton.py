@@ -70,7 +70,7 @@ class VllmBatonConnector(VllmConnector):
         for client, role in ((p, "prefill"), (d, "decode")):
             identity = self._identities.get(client.url)
             if identity is None or not identity.moves_prefixes:
-                raise HandoffError("no_prefix_cache", f"{client.url} has none, or a model with states")
+                raise HandoffError("no_prefix_cache", f"{client.url} has none, or states or windows")
             if role not in identity.roles:
                 raise HandoffError("no_such_role", f"{client.url} takes no {role} legs: kv_both would")
         wire = prefix_request(request, expected + 1)

@@ -38,6 +38,7 @@ def has_blocks(engine: ScheduledEngine) -> bool:
 @pytest.mark.parametrize("length", [3 * BLOCK + 1, 3 * BLOCK + 20, 4 * BLOCK])
 def test_p_has_target_and_drafter_of_what_d_holds(pair: Pair, folder: Path, mode: str, length: int) -> None:
     p, d = pair
+    assert p.identity.moves_prefixes
     turn = f"{mode}-{length}"
     prompt = [1000 * (mode == "pull") + 7 * length + token for token in range(length)]
     entries = random_entries(d, length + 16)

@@ -23,6 +23,7 @@ def test_a_block_that_came_in_part_is_no_prefix(tmp_path: Path) -> None:
     prompt = list(range(100, 100 + 3 * BLOCK + 1))
     entries = random_entries(d, len(prompt) + 16)
     try:
+        assert not d.identity.moves_prefixes, "vLLM does not find received windows again"
         d.add("begins", prompt[: BLOCK + 1], 1)
         while "begins" in d.scheduler.requests:
             d.step({"begins": entries})
