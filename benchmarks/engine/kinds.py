@@ -2,11 +2,9 @@
 
     python -m benchmarks.engine.kinds [delta] [sparse] [blocks] [--threads 1] [--rounds 5]
 
-delta: four layers of a small Qwen3.5, of which three are delta nets, beside four layers of attention: tokens a second
-of a prompt, and milliseconds of a decode step, after 128, 2,048 and 8,192 tokens. sparse: two layers of latents of
-DeepSeek's size, of which a row attends to the 512 that its indexer chooses, beside all of them. Random weights,
-bfloat16, one request. blocks: tokens a second of baton-demo-llama over those without a drafter, with the DFlash and
-the EAGLE-3 head.
+delta: three delta nets and a layer of attention, beside four of attention. sparse: two layers of latents of
+DeepSeek's size, of which a row attends to 512, beside all. Random weights, bfloat16, one request. blocks:
+baton-demo-llama with its DFlash and EAGLE-3 heads, over no drafter.
 """
 
 from __future__ import annotations
@@ -73,7 +71,7 @@ _DRAFTERS: dict[str, dict[str, Any]] = {
 
 
 def one_request(llm: LLM, length: int, name: str) -> tuple[float, float]:
-    """Seconds from a prompt to its first token, and the median seconds of the decode steps after it."""
+    """Seconds to the first token, and the median of the decode steps after it."""
     core, params = llm._engine.core, SamplingParams(max_tokens=STEPS, temperature=0.0, ignore_eos=True)
     turn = sum(name.encode())
     prompt = [(7 * i + i * i // 3 + 31 * turn) % 250 + 3 for i in range(length)]
@@ -92,8 +90,7 @@ def one_request(llm: LLM, length: int, name: str) -> tuple[float, float]:
 
 
 def beside(models: Mapping[str, Path], rounds: int) -> None:
-    """Print prompts' tokens a second and a decode step's milliseconds of two models, and the ratios of the first over
-    the second."""
+    """Print two models' speed, with the ratios of seconds of the first over the second."""
     settings: dict[str, Any] = {"dtype": "bfloat16", "skip_tokenizer_init": True, "enable_prefix_caching": False}
     settings |= {"kv_cache_memory": 1 << 28, "max_model_len": MAX_LEN}
     engines = {name: LLM(str(path), **settings) for name, path in models.items()}
@@ -115,7 +112,7 @@ def beside(models: Mapping[str, Path], rounds: int) -> None:
 
 
 def _line(shown: Mapping[str, str], seconds: Mapping[str, list[float]]) -> str:
-    """What is shown of each, and the median, least and greatest of the rounds' ratios of seconds."""
+    """With the median, least and greatest of the rounds' ratios."""
     one, other = seconds.values()
     ratios = sorted(a / b for a, b in zip(one, other, strict=True))
     ratio = f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"

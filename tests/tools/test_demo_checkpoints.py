@@ -8,9 +8,11 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from tools.demo_training.blocks import DFLASH, load_block_head
 from tools.demo_training.corpus import load_corpus
 from tools.demo_training.deepseek import eagle3_config, load_deepseek, load_mtp
 from tools.demo_training.heads import EAGLE, EAGLE3
+from tools.demo_training.hybrid import load_hybrid, load_hybrid_mtp
 from tools.demo_training.measure import acceptance, held_out_prompts, load_head
 from tools.demo_training.mtp import MTP
 from tools.demo_training.target import load_target
@@ -96,7 +98,7 @@ def test_small_enough_to_commit_and_described(models):
     for path in files:
         sizes[path.relative_to(models).parts[0]] += path.stat().st_size
     assert {path.parent.name for path in files if path.name == "README.md"} == set(sizes)
-    demos = {"llama", "eagle3", "eagle", "deepseek", "deepseek-eagle3"}
+    demos = {"llama", "eagle3", "eagle", "dflash", "deepseek", "deepseek-eagle3", "hybrid"}
     assert set(sizes) == {*(f"baton-demo-{name}" for name in demos), "baton-smollm2-eagle3"}
     assert max(sizes.values()) < 16e6
     assert sizes["baton-demo-deepseek"] + sizes["baton-demo-deepseek-eagle3"] < 11e6
@@ -190,3 +192,41 @@ def test_drafts_for_the_deepseek_target_are_accepted(models, prompts, kind):
     measured = acceptance(head, target, prompts[::4], 48)
     assert measured.rounds > 80
     assert measured.rates[0] >= 0.5
+
+
+@pytest.mark.parametrize(("kind", "least"), [(MTP, 0.5), (DFLASH, 0.4)])
+def test_drafts_of_the_hybrid_and_of_blocks_are_accepted(models, prompts, kind, least):
+    if kind == MTP:
+        directory = models / "baton-demo-hybrid"
+        target, head = load_hybrid(directory), load_hybrid_mtp(directory)
+        same = [(models / f"baton-demo-{name}" / "tokenizer.json").read_bytes() for name in ("hybrid", "llama")]
+        assert same[0] == same[1]
+    else:
+        target = load_target(models / "baton-demo-llama")
+        head = load_block_head(models / "baton-demo-dflash", target.config)
+    measured = acceptance(head, target, prompts[::5], 32)
+    assert measured.rounds > 50
+    assert measured.rates[0] >= least
+
+
+def test_the_new_files_have_the_names_of_published_ones(models):
+    hybrid = load_file(models / "baton-demo-hybrid" / "model.safetensors")
+    layers = {name.split(".")[2] for name in hybrid if name.startswith("model.layers.")}
+    assert layers == {"0", "1", "2", "3"}
+    assert {name for name in hybrid if name.startswith("model.layers.0.linear_attn.")} == {
+        f"model.layers.0.linear_attn.{part}"
+        for part in (
+            *("in_proj_qkv.weight", "in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight", "conv1d.weight"),
+            *("dt_bias", "A_log", "norm.weight", "out_proj.weight"),
+        )
+    }
+    own = {"mtp.fc.weight", "mtp.norm.weight", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight"}
+    assert {name for name in hybrid if name.startswith("mtp.") and ".layers." not in name} == own
+    assert hybrid["mtp.layers.0.self_attn.q_proj.weight"].shape == (2 * 4 * 32, 96)
+    blocks = load_file(models / "baton-demo-dflash" / "model.safetensors")
+    assert {name for name in blocks if not name.startswith("layers.")} == {
+        "fc.weight",
+        "hidden_norm.weight",
+        "norm.weight",
+    }
+    assert {value.dtype for value in (*hybrid.values(), *blocks.values())} == {torch.bfloat16}
