@@ -3,17 +3,15 @@
     python tools/install_sglang.py [--directory DIR] python -m pytest tests/sglang
     python tools/install_sglang.py            makes the environment only, and prints where it is
 
-The environment lies in the user's cache and is made anew when its recipe (the versions here, the constraints,
-Baton's own dependencies, Python's version) is another, or when an earlier run was interrupted. Runs that come
-while it is made wait for it.
+The environment lies in the user's cache and is made anew when its recipe (versions, constraints, Baton's dependencies)
+is another, or when an earlier run was interrupted. Other runs wait for it.
 
 SGLang's wheel requires libraries for GPUs that a CPU does not use; they are left out. It also imports `sgl_kernel`,
 which PyPI has for CUDA only, and `torchvision`: `tests/sglang/support` holds stand-ins. PyTorch's build for CPUs is
 taken if pip knows one (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS): PyPI's needs 4 GB more.
 
-With --or-skip, a machine that cannot have the environment (Python, platform, disk, a failure of pip, or
-its limit of time) is named on one line, and the exit status is 0. With --if-kept, nothing is installed: where no
-earlier run has left the environment, one line says so, and the exit status is 0.
+With --or-skip, a machine that cannot have the environment is named on one line, and the exit status is 0. With
+--if-kept, nothing is installed: if no earlier run has left the environment, one line says so.
 """
 
 from __future__ import annotations

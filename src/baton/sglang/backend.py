@@ -51,10 +51,9 @@ class RankBackend:
 
 
 def start_rank_backend(args: Any, mode: str, server: Any, queue: Any) -> RankBackend:
-    """`args`: SGLang's `KVArgs`; `mode`: `prefill` or `decode`; `server`: resolved; `queue`: the scheduler's queue that
-    makes the manager. Collective over the engine's tensor ranks.
+    """`args`: SGLang's `KVArgs`; `mode`: `prefill` or `decode`; `queue`: the scheduler's, which makes the manager.
 
-    Raises `ConfigError` for an unsupported cache or configuration.
+    Collective. Raises `ConfigError` for an unsupported cache or configuration.
     """
     settings = read_config(os.environ)
     version, model = compat.check_version(), queue.scheduler.model_config

@@ -1,7 +1,4 @@
-"""Settings of the plug-in: a JSON object in the environment variable `BATON_SGLANG_CONFIG`.
-
-SGLang has no option for a backend's settings, but passes its environment on to all its processes.
-"""
+"""Settings of the plug-in: a JSON object in the environment variable `BATON_SGLANG_CONFIG`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Describes SGLang's KV buffers as regions and geometries, without a copy.
 
-SGLang has buffers per layer: K and V, MLA's latents, keys of an index, K and V of a window, parts of a state. Page p of
-a buffer is its bytes [p * page_bytes, (p + 1) * page_bytes). Page 0 belongs to no request. Each buffer is a region and
-a group.
+Each buffer of a layer (K, V, latents, a part of a state) is a region and a group. Page p is its bytes
+[p * page_bytes, (p + 1) * page_bytes). Page 0 belongs to no request.
 """
 
 from __future__ import annotations

@@ -117,8 +117,7 @@ class RankLegs:
                 return leg.phase
 
     def rest(self, seconds: float) -> None:
-        """Wait for the agent's next event, if a leg is in flight: a scheduler that polls without a pause keeps the GIL
-        from the agent's thread."""
+        """Wait for the agent's next event, if a leg is in flight: polling would keep the GIL from its thread."""
         if self._legs:
             with contextlib.suppress(queue.Empty):
                 self._on_event(self._events.get(timeout=seconds))
@@ -202,8 +201,7 @@ class RankLegs:
     # ------------------------------------------------------------ both
 
     def abort(self, leg: RankLeg) -> None:
-        """Give a leg up. On return the agent will not commit it, so a prefill leg's pages may be freed. A decode leg's
-        may be freed when the leg has failed.
+        """Give a leg up. On return a prefill leg's pages may be freed; a decode leg's when the leg has failed.
 
         Raises `HandoffError` if the agent does not answer.
         """

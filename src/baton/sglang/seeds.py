@@ -1,8 +1,4 @@
-"""SGLang's metadata row of a request as Baton's seeds, and back.
-
-The row is spread over several buffers: first token, counts, logprobs, the drafter's top-k and hidden state, the
-request's room. The seeds carry its bytes unchanged.
-"""
+"""SGLang's metadata row of a request, which is spread over several buffers, as Baton's seeds, and back."""
 
 from __future__ import annotations
 

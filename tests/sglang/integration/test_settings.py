@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
@@ -27,3 +28,11 @@ def test_settings_are_those_that_sglang_has_decided_on() -> None:
     with pytest.raises(ConfigError, match="got None"):
         compat.check_server(given, SimpleNamespace())
     compat.check_server(compat.resolved(given), SimpleNamespace())
+
+
+def test_the_stand_in_for_kernels_has_none_for_amx() -> None:
+    """On a processor with AMX, SGLang would use them."""
+    from sglang.srt.utils import common
+
+    with patch.object(common, "is_amx_tile_supported", True):
+        assert not common.cpu_has_amx_support()

@@ -25,8 +25,7 @@ class _Planned:
 
 
 class CopyPlanner:
-    """The last plan is used again for a group of the same shape, tokens and block tables (as objects, which must not
-    change). For one thread."""
+    """Uses the last plan again for a group of the same shape, tokens and block tables (as objects). For one thread."""
 
     def __init__(self) -> None:
         self._last: _Planned | None = None
@@ -61,7 +60,7 @@ class CopyPlanner:
 
 @lru_cache(maxsize=1 << 13)
 def _shape_of(sources: tuple[RankGeometry, ...], dest: RankGeometry) -> _Shape | None:
-    """All that a plan depends on besides the regions. None unless it is a group with one plane of one layer on all."""
+    """All that a plan depends on besides the regions. None unless the group is one plane of one layer on all ranks."""
     to, every = dest.geometry, (*sources, dest)
     if len(to.planes) != 1 or len(to.layer_ids) != 1:
         return None
