@@ -23,7 +23,7 @@ from benchmarks.faults.modelled_drafters import (
 )
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_alarm_in_10_000_healthy_requests(seed: int) -> None:
     traffic, alarms = HealthyTraffic(seed), AcceptanceAlarms()
     for _ in range(10_000):
@@ -44,7 +44,8 @@ def test_a_broken_drafter_is_named_within_100_requests(healthy_before: int, shar
 
 @pytest.mark.parametrize("healthy_before", [0, 3000])
 def test_a_partly_broken_drafter_is_named_by_the_prefill_engines_drafts(healthy_before: int) -> None:
-    found = [requests_until_named(seed, healthy_before, 1.0, PARTLY_BROKEN) for seed in range(3)]
+    seeds = range(3 if healthy_before == 0 else 1)
+    found = [requests_until_named(seed, healthy_before, 1.0, PARTLY_BROKEN) for seed in seeds]
     assert max(count for count, _ in found) <= 600, found
     assert all(named == {"decode-1"} for _, named in found)
 

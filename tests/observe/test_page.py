@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from baton.observe.dashboard import dashboard_page
+from baton.timeouts import timeout
 from testkit.servers.fake_serving import served
 from tools.browser.chromium import CHROMIUM, browser
 
@@ -64,7 +65,7 @@ class Router:
 
     def __init__(self) -> None:
         self.state, self.refuses, self.is_silent = state(), False, False
-        self.num_asked = 0
+        self.num_asked = self.num_pages = 0
         self._changed = asyncio.Event()
 
     def tell(self, **more: Any) -> None:
@@ -79,6 +80,7 @@ class Router:
         return app
 
     async def _page(self, request: web.Request) -> web.Response:
+        self.num_pages += 1
         page = dashboard_page().html
         assert "SILENCE_MS = 15000" in page
         return web.Response(text=page.replace("SILENCE_MS = 15000", "SILENCE_MS = 300"), content_type="text/html")
@@ -143,7 +145,12 @@ async def test_a_page_over_many_engines_long_names_markup_and_a_router_that_come
         router.refuses = True
         await tab.until(f"{SHOWN} == 'the router does not answer'")
         asked = router.num_asked
-        while router.num_asked < asked + 2:  # a browser alone would not ask again
-            await asyncio.sleep(0.02)
+        async with timeout(60.0):
+            while router.num_asked < asked + 2:  # a browser alone would not ask again
+                await asyncio.sleep(0.02)
         router.refuses = False
         await tab.until(f"{SHOWN} == 'no engine can take requests'")
+        router.tell(version="2")  # an upgrade: its page may be another
+        async with timeout(60.0):
+            while router.num_pages < 2:
+                await asyncio.sleep(0.02)
