@@ -140,6 +140,9 @@ def test_wrong_shape(path: Path) -> None:
         ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "yes"]),
         ({"torch_dtype": "int8"}, ["dtype", "int8"]),
         ({"rope_theta": 0}, ["rope_theta", "0"]),
+        ({"rope_theta": 1e-300}, ["rope_theta is 1e-300, expected at least 1"]),
+        # Making so many takes minutes.
+        ({"num_hidden_layers": 4096}, ["num_hidden_layers is 4096, but the last stored layer is number 2"]),
         ({"rope_scaling": {"rope_type": "longrope"}}, ["rope_type", "longrope", "llama3"]),
         ({"rope_scaling": {"rope_type": "linear"}}, ["factor", "linear"]),
         ({"rope_scaling": [1]}, ["rope_parameters", "[1]"]),

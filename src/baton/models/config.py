@@ -171,6 +171,8 @@ def read_rope(section: RawConfig, raw: RawConfig, max_position: int, theta_defau
         known = ", ".join(_ROPE_PARAMS)
         raise CheckpointError(f"config.json: rope_parameters.rope_type is {kind!r}, expected one of {known}")
     theta = get_float(section if "rope_theta" in section else raw, "rope_theta", theta_default)
+    if theta < 1.0:
+        raise CheckpointError(f"config.json: rope_theta is {theta}, expected at least 1")
     needed, optional = _ROPE_PARAMS[kind]
     params: dict[str, float] = {}
     for name, value in section.items():

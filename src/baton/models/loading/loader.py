@@ -235,6 +235,7 @@ def load_model(
     if (quantized := quantized_weights(raw, stored)) is not None:
         raw = {**raw, "quantization_config": None}
     config = stored.resolve_tying(cls.parse_config(raw), chosen)
+    stored.check_layers(config.num_layers)
     try:
         model = cls(config, Build(chosen, torch.device(device), batch_invariant, ranks, quantization))
     except (RuntimeError, MemoryError) as error:

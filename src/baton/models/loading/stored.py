@@ -134,6 +134,13 @@ class StoredTensors:
         """The model's name, also of a weight that is stored in parts."""
         return self._names.get(stored) or self._rename(stored)
 
+    def check_layers(self, num_layers: int) -> None:
+        """Raises `CheckpointError` if the last layers are not stored, before a model of any size is made."""
+        last = max((layer for name in self._names.values() if (layer := layer_index(name)) is not None), default=-1)
+        if -1 < last < num_layers - 1:
+            given = f"num_hidden_layers is {num_layers}"
+            raise CheckpointError(f"{self._path}: config.json: {given}, but the last stored layer is number {last}")
+
     def unused(self, num_layers: int, own_parts: tuple[str, ...] = ()) -> frozenset[str]:
         """Tensors of parts that the model lacks, such as a value head or a later layer. Unknown tensors of other parts
         are not included: `fill_module` refuses them."""
