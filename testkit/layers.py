@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,6 +56,19 @@ def config_of(
 
 def build_of(kind: LayerKind) -> Build:
     return Build(kind.dtype, torch.device("cpu"), kind.batch_invariant, quantization=kind.quantization)
+
+
+@functools.cache
+def runs_in_place(kind: LayerKind) -> bool:
+    """Whether kernels for few rows read this kind's weights here. For AMX oneDNN packs bfloat16 in another layout."""
+    linear = Linear(192, 320, build_of(kind))
+    fill(linear, 0)
+    return linear.in_place() is not None and linear.few_rows_match()
+
+
+def usual_quantization() -> str | None:
+    """Of layers that run in place: None, or "int8" where those of bfloat16 do not."""
+    return None if runs_in_place(LayerKind()) else "int8"
 
 
 def fill(module: nn.Module, seed: int) -> None:

@@ -22,7 +22,7 @@ from baton.sampling_params import SamplingParams
 from testkit.checkpoints.common import make_drafter
 from testkit.engines import stepped
 from testkit.heads import ONE_LAYER, HeadKind, make_batch, make_head, one_by_one
-from testkit.layers import LayerKind, PagedRequests
+from testkit.layers import LayerKind, PagedRequests, runs_in_place, usual_quantization
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -37,6 +37,8 @@ KINDS = {
     "two layers, one with a window": HeadKind(LayerKind(windows=(None, 20), bias=True, rotary_dim=16)),
     "batch-invariant": HeadKind(replace(ONE_LAYER, batch_invariant=True)),
 }
+# Of layers that run in place here.
+USUAL = HeadKind(replace(ONE_LAYER, quantization=usual_quantization()))
 # Rows of each request, how many drafts it gets, and its temperature.
 BATCHES = {
     "one request": ([(70, 72)], [3], [0.8]),
@@ -70,6 +72,8 @@ def fused_only(head: Eagle3) -> None:
 @torch.inference_mode()
 def test_drafts_and_pages_are_those_of_the_modules(kind: str, batch: str) -> None:
     spans, num_drafts, temperatures = BATCHES[batch]
+    if not runs_in_place(KINDS[kind].layers):
+        pytest.skip("oneDNN packs these weights in another layout")
     if len(KINDS[kind].layers.windows) > 1 and any(stop - start == 70 for start, stop in spans):
         pytest.skip("its second layer needs the whole output of its first")
     head = make_head(KINDS[kind], HIDDEN, HEADS, INNER, seed=3)
@@ -92,7 +96,7 @@ def test_other_drafts_come_from_the_modules(monkeypatch: pytest.MonkeyPatch) -> 
     head = make_head(two, HIDDEN, HEADS, INNER, seed=3)
     pages = PagedRequests(two.layers, HEADS, [(0, 65)], seed=5, ahead=4)
     assert isinstance(head.extend(make_batch(head, pages, [1], [0.0], seed=7)), tuple)
-    head = make_head(KINDS["plain"], HIDDEN, HEADS, INNER, seed=3)
+    head = make_head(USUAL, HIDDEN, HEADS, INNER, seed=3)
     pages = PagedRequests(ONE_LAYER, HEADS, [(3, 4)], seed=5, ahead=4)
     batch = make_batch(head, pages, [1], [0.0], seed=7)
     assert isinstance(head.extend(replace(batch, noise=None)), tuple)
@@ -102,7 +106,7 @@ def test_other_drafts_come_from_the_modules(monkeypatch: pytest.MonkeyPatch) -> 
 
 @torch.inference_mode()
 def test_rows_that_do_not_draft_compute_keys_and_values_alone() -> None:
-    head = make_head(KINDS["plain"], HIDDEN, HEADS, INNER, seed=3)
+    head = make_head(USUAL, HIDDEN, HEADS, INNER, seed=3)
     written: list[int] = []
     layer: Any = head.layers[0]
     write = layer.write
@@ -128,7 +132,7 @@ def test_rows_that_do_not_draft_compute_keys_and_values_alone() -> None:
 @torch.inference_mode()
 def test_a_slot_that_does_not_exist_is_an_error() -> None:
     """In the second pass."""
-    head = make_head(KINDS["plain"], HIDDEN, HEADS, INNER, seed=3)
+    head = make_head(USUAL, HIDDEN, HEADS, INNER, seed=3)
     pages = PagedRequests(ONE_LAYER, HEADS, [(7, 8)], seed=5, ahead=1)
     pages.batches[0].page_table[0, 1] = 0
     with pytest.raises(BatonError, match="null page"):
@@ -141,7 +145,8 @@ def test_an_engine_runs_its_head_in_one_call(checkpoint: Any, tmp_path: Path) ->
     drafter = make_drafter(tmp_path, "eagle3", target, draft_vocab_size=128)
     speculative = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": 3}
     spec = SpeculativeConfig.parse(json.dumps(speculative))
-    with stepped(model=str(target), speculative_config=spec, batch_invariant=False) as one:
+    settings = {"batch_invariant": False, "quantization": usual_quantization()}
+    with stepped(model=str(target), speculative_config=spec, **settings) as one:
         executor = one.core.executor
         assert isinstance(executor, LocalExecutor)
         assert isinstance(executor.runner.drafter, Eagle3)

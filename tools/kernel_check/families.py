@@ -29,7 +29,7 @@ from baton.models.layers.linear import Build, Linear
 from baton.models.layers.rotary import Rotary
 from baton.transports.copying import copy_runs
 from testkit.heads import HeadKind, make_batch, make_head, one_by_one
-from testkit.layers import ROPE, LayerKind, PagedRequests, make_layers
+from testkit.layers import ROPE, LayerKind, PagedRequests, make_layers, usual_quantization
 
 Random = np.random.Generator
 DTYPES = (torch.float32, torch.bfloat16)
@@ -323,7 +323,7 @@ def layers(random: Random) -> None:
         heads, kv_heads = 4 * heads, 4 * kv_heads
     shape = heads, kv_heads, size
     kind = LayerKind(
-        quantization="int8" if random.random() < 0.3 else None,
+        quantization="int8" if random.random() < 0.3 else usual_quantization(),
         qk_norm=random.random() < 0.3,
         bias=random.random() < 0.3,
         rotary_dim=size // 2 if random.random() < 0.3 else None,
@@ -351,7 +351,7 @@ def layers(random: Random) -> None:
 
 def likeliest(random: Random) -> None:
     """An LM head and the choice of its greatest logits: those of the products, which another family checks."""
-    quantization = "int8" if random.random() < 0.3 else None
+    quantization = "int8" if random.random() < 0.3 else usual_quantization()
     build = Build(torch.bfloat16, torch.device("cpu"), quantization=quantization)
     lm_head = Linear(64 * int(random.integers(1, 6)), 64 * int(random.integers(1, 12)), build)
     assert lm_head.weight is not None
@@ -374,7 +374,7 @@ def drafts(random: Random) -> None:
     heads, hidden = kv_heads * int(random.integers(1, 4)), 64 * int(random.integers(1, 4))
     shape = heads, kv_heads, size
     layers = LayerKind(
-        quantization="int8" if random.random() < 0.3 else None,
+        quantization="int8" if random.random() < 0.3 else usual_quantization(),
         bias=random.random() < 0.3,
         windows=(None, 20) if random.random() < 0.3 else (None,),
     )
@@ -573,7 +573,6 @@ def copies(random: Random) -> None:
         raise AssertionError("bytes differ")
 
 
-_OF_PAIRS = {"products": products, "int8": int8, "layers": layers, "likeliest": likeliest, "drafts": drafts}
 FAMILIES: dict[str, Callable[[Random], None]] = {
     "paged": paged,
     "latent": latent,
