@@ -1,4 +1,4 @@
-"""What a decode engine's own drafts should be worth, by the prefill engine's drafts of the same request."""
+"""The expected acceptance of a decode engine's own drafts, from the prefill engine's drafts of the same request."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from baton.observe.acceptance import RequestAcceptance
 
 _KEPT = 4096
 _MIN_REQUESTS = 32
-# The standard deviation of the ratio over n requests is about this over the root of n.
+# The standard deviation of the ratio over n requests is about this, divided by the root of n.
 _NOISE = 1.1
 
 
 class DraftPair(NamedTuple):
-    """Of one handed-off request, the share of drafts that were accepted, in [0, 1]: in its first verification, of the
-    prefill engine's drafts, and in the mean of the later ones, of the decode engine's. As many positions count as
-    the first one has, and later ones with fewer are left out, as the last before the end often is."""
+    """Of one handed-off request, the share of accepted drafts, in [0, 1]: in its first verification, of the prefill
+    engine's drafts, and the mean of the later ones, of the decode engine's. Later verifications with fewer positions
+    than the first are left out, as the last one often is."""
 
     first: float
     later: float
 
     @classmethod
     def of(cls, request: RequestAcceptance) -> DraftPair | None:
-        """None if one of the two has no drafts, or without a handoff."""
+        """None without a handoff, or if one of the two has no drafts."""
         first, *later = [(a, d) for a, d in zip(request.accepted, request.drafted, strict=False) if d] or [(0, 0)]
         if not later or not request.drafted[0] or not request.group.handed_off:
             return None
@@ -47,8 +47,8 @@ class _Sums:
 
 
 class ExpectedDrafts:
-    """Over the last handed-off requests: how much of the prefill engine's acceptance is left for the decode engine's
-    own drafts. That is much alike for easy and for hard prompts, so engines with different prompts can be compared."""
+    """Over the last handed-off requests: the decode engine's acceptance as a share of the prefill engine's. It is
+    similar for easy and hard prompts, so engines with different prompts can be compared."""
 
     def __init__(self) -> None:
         self._last: deque[tuple[str, DraftPair]] = deque()
@@ -62,8 +62,8 @@ class ExpectedDrafts:
             self._count(*self._last.popleft(), -1)
 
     def ratio(self, without: str) -> tuple[float, float] | None:
-        """Later over first acceptance on all other engines, at most 1 (a prefill engine that drafts badly makes it
-        more), and the least that it is but for chance. None if they had too few requests."""
+        """Later over first acceptance on all other engines, at most 1 (a bad prefill drafter would raise it), and its
+        lower bound by chance. None with too few requests."""
         own = self._sums.get(without, _Sums())
         count, first = self._total.count - own.count, self._total.first - own.first
         if count < _MIN_REQUESTS or first <= 0.0:

@@ -21,7 +21,7 @@ def status_text(state: Mapping[str, Any]) -> str:
 
 
 def fit_to_terminal(text: str, columns: int, lines: int) -> str:
-    """The text, cut to a terminal's size. Alarms are wrapped: what is wrong stands at their ends."""
+    """The text, cut to a terminal's size. Alarms are wrapped, since their ends name the fault."""
     rows = [
         row
         for line in text.splitlines()
@@ -33,7 +33,7 @@ def fit_to_terminal(text: str, columns: int, lines: int) -> str:
 
 
 def _fit(row: str, columns: int) -> str:
-    """Its beginning. East Asian characters take two columns, combining ones none."""
+    """The beginning that fits. East Asian characters take two columns, combining ones none."""
     for index, character in enumerate(row):
         columns -= 0 if combining(character) else 2 if east_asian_width(character) in "WF" else 1
         if columns < 0:

@@ -11,14 +11,14 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 
-# Estimates are inexact.
+# A smaller predicted gain may be an error of the estimates.
 LEAST_GAIN = 1.02
 
 
 @dataclass(frozen=True, slots=True)
 class RoundCosts:
-    """Seconds. `base`: without drafts. `start`: of any drafting. `draft` [R]: of a draft and its verification. `depth`:
-    of a drafter pass. `more` [1 + drafts]: of so many, besides `draft`."""
+    """Seconds. `base`: of a round without drafts. `start`: for drafting at all. `draft` [R]: of one draft and its
+    verification. `depth`: of a drafter pass. `more` [1 + drafts]: by number of drafts, besides `draft`."""
 
     base: float
     start: float
