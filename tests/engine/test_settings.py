@@ -151,6 +151,7 @@ INFO: dict[str, Row] = {
     "sampling_defaults": facts("output.sampling_defaults"),
     "token_api": "it opens a route",
     "adapters": "a request names one",
+    "moves_prefixes": "it says whether cached KV may be asked of it",
     "kv_transport": TRANSFER["kv_transport"],
     "prefill_multiple": "it says at which tokens a handoff may end",
     # Of vLLM servers.
