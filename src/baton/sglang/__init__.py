@@ -9,7 +9,7 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """The entry point of the group `sglang.srt.plugins`, which SGLang calls in each of its processes.
+    """The entry point of the group `sglang.srt.plugins`, called in each of SGLang's processes.
 
     Raises `ConfigError` for an unsupported version of SGLang, which logs it and then lacks the backend.
     """

@@ -1,7 +1,4 @@
-"""All code that depends on SGLang's version or reads its objects, besides `hooks`, `conn` and `pools`.
-
-0.5.23 is tested; other versions are refused.
-"""
+"""All code that depends on SGLang's version or reads its objects, besides `hooks`, `conn` and `pools`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans for groups that differ only in their region: an SGLang server has K and V of each layer as such groups."""
+"""Plans for groups that differ only in their region, as K and V of SGLang's layers do."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The thread that owns a transfer library.
 
-It sleeps in the lifeline while nobody copies. Peers announce over the lifeline when copies start and end, for libraries
+Peers announce over the lifeline when copies start and end, for libraries
 that need the receiver's help.
 """
 

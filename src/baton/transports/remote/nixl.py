@@ -1,5 +1,4 @@
-"""`nixl://`: engines of a cluster, over NIXL and UCX (RDMA, NVLink, TCP; between processes of one host, CMA). See
-docs/transports.md.
+"""`nixl://`: engines of a cluster, over NIXL and UCX.
 
 `host`: the numeric address on which peers reach the lifeline. NIXL's progress thread is off: it burns a core, and hides
 how much it has received.
@@ -7,9 +6,8 @@ how much it has received.
 Memory of a CUDA device ("VRAM") needs a UCX built with CUDA; NIXL then starts anew on a thread that has the device's
 context.
 
-Over some UCX transports the receiver moves the bytes of a write, so it must make progress while a peer has announced
-copies. NIXL cannot stop a batch, and reports nothing about one once its peer is removed, so a connection is cut only
-when its batch has ended. A failed write ends after the peer has received what had arrived, or cannot be reached.
+Over some UCX transports the receiver must make progress while a peer has announced copies. NIXL cannot stop a batch,
+and reports nothing about one whose peer is removed, so a connection is cut when its batch has ended.
 
 Fence: the peer's orderly close, or the death of its process on this host (pidfd) after enough rounds of progress to
 receive everything left in sockets and queues.
