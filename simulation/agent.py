@@ -80,8 +80,9 @@ class SimAgent(InstanceAgent):
         story = self._engine.stories[request.request_id]
         for group, stop in final.items():
             memory, n = self._engine.memory(group), request.prefill_len
-            # No peer asks for entries that no query after the prompt sees.
-            start = 0 if memory.model.window is None else max(0, n - memory.model.window + 1 - memory.model.reach)
+            # No peer asks for entries that no query after the prompt sees, nor for those before `window_start`.
+            window, reach = memory.model.window, memory.model.reach
+            start = 0 if window is None else max(request.window_start, n - window + 1 - reach)
             bad = memory.wrong(story, n, request.kv.pages[group], min(start, stop), stop, below)
             if bad is not None:
                 self._process.world.fail(
