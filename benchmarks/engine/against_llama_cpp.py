@@ -109,7 +109,8 @@ async def _answers(url: str, process: subprocess.Popen[bytes]) -> None:
 async def tpot_ms(url: str, source: random.Random) -> float:
     """The median of some answers, after one that is not counted."""
     found = []
-    async with aiohttp.ClientSession() as session:
+    # llama-server ends a connection after a stream.
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
         for _ in range(1 + ANSWERS):
             prompt = [source.randrange(20, 40_000) for _ in range(PROMPT)]
             body = {"model": "m", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
