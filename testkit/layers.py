@@ -107,9 +107,10 @@ class PagedRequests:
             kv = torch.full(shape, float("nan"), dtype=kind.dtype)
             table = order.permutation(np.arange(1, len(kv))).astype(np.int32).reshape(len(spans), columns)
             for pages, (start, _) in zip(table, spans, strict=True):
-                for token in range(start):
-                    made = torch.randn(kv.shape[1], 2, *heads[1:], generator=generator)
-                    kv[int(pages[token // PAGE_SIZE]), :, :, token % PAGE_SIZE] = made
+                tokens = np.arange(start)
+                made = torch.randn(start, kv.shape[1], 2, *heads[1:], generator=generator)
+                places = torch.from_numpy(pages[tokens // PAGE_SIZE]).long(), torch.from_numpy(tokens % PAGE_SIZE)
+                kv.permute(0, 3, 1, 2, 4, 5)[places] = made.to(kind.dtype)
             self.kv.append(kv)
             self.batches.append(AttnBatch(starts, self.positions, table))
 

@@ -69,7 +69,12 @@ def main() -> int:
     from tools.kernel_check.families import FAMILIES
 
     parser = argparse.ArgumentParser(prog="python -m tools.kernel_check", description=__doc__)
-    parser.add_argument("--shapes", type=int, default=200, help="random shapes of each family")
+    parser.add_argument(
+        "--shapes",
+        type=int,
+        default=200,
+        help="random shapes of each family; eight of rows for one of weights count once",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the first shape")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))

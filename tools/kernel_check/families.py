@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.drafters.eagle3 import Eagle3
 from baton.engine.attention.base import AttnBatch, AttnRows
 from baton.engine.attention.latent_cpu import attend_latents
 from baton.engine.attention.registry import get_backend
@@ -25,6 +26,7 @@ from baton.kernels.cpu.scalar import as_array
 from baton.kv.geometry import CopyList
 from baton.models.fused_head import FusedHead
 from baton.models.fused_layers import FusedLayers
+from baton.models.layers.decoder_layer import DecoderLayer
 from baton.models.layers.linear import Build, Linear
 from baton.models.layers.rotary import Rotary
 from baton.transports.copying import copy_runs
@@ -33,6 +35,8 @@ from testkit.layers import ROPE, LayerKind, PagedRequests, make_layers, usual_qu
 
 Random = np.random.Generator
 DTYPES = (torch.float32, torch.bfloat16)
+# Shapes of rows with each draw of weights, which take longer to make than to use.
+BATCHES = 8
 # Relative error of one rounding to the dtype.
 _EPSILON = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}
 
@@ -333,11 +337,16 @@ def layers(random: Random) -> None:
     fused = FusedLayers.of(made, [0, 0])
     if fused is None:
         raise AssertionError("the layers are not fused")
-    stops = [int(random.integers(1, 150)) for _ in range(int(random.integers(1, 7)))]
-    spans = [(max(0, stop - int(random.choice([1, 1, 4, 10]))), stop) for stop in stops]
-    cache = PagedRequests(kind, shape, spans, int(random.integers(1 << 30)))
-    x = _normal(random, len(cache.positions), hidden, dtype=torch.bfloat16)
-    rotary = Rotary(ROPE, kind.rotary_dim or size, 256, torch.bfloat16, x.device)
+    for _ in range(BATCHES):
+        _rows_of_layers(random, kind, shape, made, fused)
+
+
+def _rows_of_layers(
+    random: Random, kind: LayerKind, shape: tuple[int, int, int], made: list[DecoderLayer], fused: FusedLayers
+) -> None:
+    cache = PagedRequests(kind, shape, _spans(random), int(random.integers(1 << 30)))
+    x = _normal(random, len(cache.positions), made[0].input_layernorm.weight.shape[0], dtype=torch.bfloat16)
+    rotary = Rotary(ROPE, kind.rotary_dim or shape[2], 256, torch.bfloat16, x.device)
     cos_sin = rotary.at(torch.from_numpy(cache.positions))
     expected, kept = [x], {1: _empty(*x.shape, dtype=torch.bfloat16)}
     for layer in made:
@@ -349,6 +358,12 @@ def layers(random: Random) -> None:
         raise AssertionError("other bits than those of the layers one by one")
 
 
+def _spans(random: Random) -> list[tuple[int, int]]:
+    """The rows of some requests."""
+    stops = [int(random.integers(1, 150)) for _ in range(int(random.integers(1, 7)))]
+    return [(max(0, stop - int(random.choice([1, 1, 4, 10]))), stop) for stop in stops]
+
+
 def likeliest(random: Random) -> None:
     """An LM head and the choice of its greatest logits: those of the products, which another family checks."""
     quantization = "int8" if random.random() < 0.3 else usual_quantization()
@@ -357,15 +372,16 @@ def likeliest(random: Random) -> None:
     assert lm_head.weight is not None
     lm_head.weight.copy_(_normal(random, *lm_head.weight.shape))
     lm_head.pack()
-    hidden = _normal(random, int(random.integers(1, 40)), lm_head.in_features, dtype=torch.bfloat16)
-    expected = lm_head(hidden).float().argmax(dim=-1).tolist()
-    if random.random() < 0.3:
-        hidden[-1], expected[-1] = math.nan, -1
-    head = FusedHead.of(lm_head)
-    with guard:
-        made = None if head is None else head.likeliest(hidden)
-    if made is None or made.tolist() != expected:
-        raise AssertionError("other tokens than those of the logits")
+    for _ in range(BATCHES):
+        hidden = _normal(random, int(random.integers(1, 40)), lm_head.in_features, dtype=torch.bfloat16)
+        expected = lm_head(hidden).float().argmax(dim=-1).tolist()
+        if random.random() < 0.3:
+            hidden[-1], expected[-1] = math.nan, -1
+        head = FusedHead.of(lm_head)
+        with guard:
+            made = None if head is None else head.likeliest(hidden)
+        if made is None or made.tolist() != expected:
+            raise AssertionError("other tokens than those of the logits")
 
 
 def drafts(random: Random) -> None:
@@ -385,8 +401,12 @@ def drafts(random: Random) -> None:
         norm_output=random.random() < 0.5,
     )
     head = make_head(kind, hidden, shape, 64 * int(random.integers(1, 5)), int(random.integers(1 << 30)))
-    stops = [int(random.integers(1, 150)) for _ in range(int(random.integers(1, 7)))]
-    spans = [(max(0, stop - int(random.choice([1, 1, 4, 10]))), stop) for stop in stops]
+    for _ in range(BATCHES):
+        _passes_of_drafts(random, layers, shape, head)
+
+
+def _passes_of_drafts(random: Random, layers: LayerKind, shape: tuple[int, int, int], head: Eagle3) -> None:
+    spans = _spans(random)
     pages = PagedRequests(layers, shape, spans, int(random.integers(1 << 30)), ahead=4)
     counts = [int(random.integers(0, 5)) for _ in spans]
     temperatures = [float(random.choice([0.0, 0.7])) for _ in spans]
