@@ -143,21 +143,10 @@ def _become(order: Order, serve: Callable[[list[str]], Any]) -> NoReturn:
         os.environ.update(order.environment)
         sys.path[:0] = [order.folder] if order.folder else []
         random.seed()
-        _track_resources()
+        # Removes the shared memory that the server and its children leave. vLLM kills one that a child starts.
+        resource_tracker.ensure_running()
         serve(order.arguments)
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(1)
-
-
-def _track_resources() -> None:
-    """Start a process that removes the shared memory that this server and its children leave, as a server that is no
-    fork does for children that it spawns. vLLM kills those of its children, and that of the process that forks would
-    remove nothing before all servers have ended.
-    """
-    tracker: Any = resource_tracker._resource_tracker
-    if tracker._fd is not None:
-        os.close(tracker._fd)
-    tracker._fd = tracker._pid = None
-    tracker.ensure_running()
