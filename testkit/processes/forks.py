@@ -112,7 +112,7 @@ class Launcher:
 
 def fork_on_order(prepare: Callable[[], None], serve: Callable[[list[str]], Any]) -> None:
     """Until standard input ends. `prepare` imports what servers share. `serve` is a server, with its arguments; it
-    calls `die_with_parent`.
+    gets SIGTERM when this process dies.
     """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     # What is imported may print; answers are the only lines.
@@ -136,6 +136,7 @@ def _fork(order: Order, serve: Callable[[list[str]], Any]) -> int:
 
 def _become(order: Order, serve: Callable[[list[str]], Any]) -> NoReturn:
     try:
+        die_with_parent()  # before `_fork` answers: the caller may end this process's parent at once
         os.setsid()
         log = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         for number, file in enumerate((os.open(os.devnull, os.O_RDONLY), log, log)):

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from baton.parent import die_with_parent
 from benchmarks.vllm import servers
 from testkit.processes.forks import Launcher, Order, Process, fork_on_order
 
@@ -73,7 +72,6 @@ class _OtherModules:
 
 
 def _serve(arguments: Sequence[str]) -> None:
-    die_with_parent()
     fork = multiprocessing.get_context("fork")
     # vLLM asks for "spawn" on CPUs.
     multiprocessing.get_context = lambda method=None: fork  # type: ignore[assignment]

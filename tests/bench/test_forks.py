@@ -14,13 +14,11 @@ from testkit.processes.forks import Launcher, Order
 
 COMMAND = """
 import os, time
-from baton.parent import die_with_parent
 from testkit.processes.forks import fork_on_order
 
 shared = []
 
 def serve(arguments):
-    die_with_parent()
     print(*arguments, *shared, os.environ["OWN"], flush=True)
     time.sleep(600 if arguments else 0)
 
