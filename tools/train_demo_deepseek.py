@@ -8,7 +8,6 @@ core. An interrupted run continues from the files in WORK.
 
 import argparse
 import math
-import shutil
 import time
 from pathlib import Path
 
@@ -30,11 +29,11 @@ from tools.demo_training.heads import EAGLE3, Eagle3Head, start_from_target
 from tools.demo_training.joint import Schedule
 from tools.demo_training.measure import acceptance, agreement, held_out_prompts, load_head
 from tools.demo_training.target import TokenStream, held_out_loss
+from tools.demo_training.vocabulary import copy_tokenizer
 from tools.train_demo_models import DRAFT_VOCAB, NEW_TOKENS, PROMPTS, parameters
 
 NAME = "baton-demo-deepseek"
 HEAD_ROWS = 8
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 def arguments() -> argparse.Namespace:
@@ -68,8 +67,7 @@ def main() -> None:
     models, steps, seconds = train_deepseek(stream, schedule, args.work / "target.pt")
     run = Run(steps, seconds, parameters(models), args.threads, args.seed)
     save_deepseek(models, directory)
-    for name in TOKENIZER_FILES:
-        shutil.copyfile(donor / name, directory / name)
+    copy_tokenizer(donor, directory)
 
     # Module and head learn from the stored weights, beside which they will run.
     target = load_deepseek(directory)

@@ -24,19 +24,7 @@ from tools.demo_training.blocks import (
 )
 from tools.demo_training.distil import saving
 from tools.demo_training.heads import look
-from tools.demo_training.target import descend, load_target, make_optimizers, save_target, set_rate, target_config
-
-
-@pytest.fixture(scope="module")
-def target():
-    torch.manual_seed(1)
-    config = target_config()
-    config.vocab_size, config.hidden_size, config.intermediate_size = 400, 32, 48
-    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 4, 2, 8
-    model = LlamaForCausalLM(config)
-    for parameter in model.parameters():  # the default initialisation gives nearly uniform logits
-        parameter.data.mul_(4)
-    return model.eval().requires_grad_(False)
+from tools.demo_training.target import descend, load_target, make_optimizers, save_target, set_rate
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -11,7 +10,8 @@ from transformers import DeepseekV3ForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-from tools.demo_training import deepseek, joint, measure
+from tests.tools.plain_loop import plain_loop
+from tools.demo_training import deepseek, joint
 from tools.demo_training.corpus import topic_documents
 from tools.demo_training.deepseek import (
     deepseek_config,
@@ -59,11 +59,6 @@ def saved(models, tmp_path_factory):
     return directory
 
 
-@pytest.fixture(scope="module")
-def ids():
-    return torch.from_numpy(np.random.default_rng(3).integers(5, 400, (2, 24)))
-
-
 def test_the_file_is_what_transformers_reads(models, saved, ids):
     loaded, info = DeepseekV3ForCausalLM.from_pretrained(saved, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"]
@@ -98,11 +93,8 @@ def test_unrolled_steps_of_the_module_equal_the_plain_loop(models, ids):
     embeds, features = view.embeds[:, 1:], view.features[:, :-1]
     unrolled = unroll(mtp, embeds, features, 3)
     for known in (1, 5, 15):
-        hidden = mtp.combine(features[:, :known])
-        for step in range(3):
-            stream = measure.run_entries(mtp, embeds[:, : known + step], hidden)
-            torch.testing.assert_close(stream[0, -1], unrolled[step][0, known - 1 + step], atol=1e-5, rtol=1e-4)
-            hidden = torch.cat([hidden, stream[:, -1:]], 1)
+        for step, state in enumerate(plain_loop(mtp, embeds, features[:, :known], 3)):
+            torch.testing.assert_close(state, unrolled[step][0, known - 1 + step], atol=1e-5, rtol=1e-4)
 
 
 def test_losses_are_of_the_next_token_and_the_one_after_it(models, ids):

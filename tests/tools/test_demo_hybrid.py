@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
@@ -10,6 +9,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 from baton.engine.config import SpeculativeConfig
 from baton.sampling_params import SamplingParams
 from testkit.engines import note_drafts, stepped
+from tests.tools.plain_loop import plain_loop
 from tools.demo_training import measure
 from tools.demo_training.gated_mtp import GatedMtpModule
 from tools.demo_training.heads import look, unroll
@@ -51,11 +51,6 @@ def saved(models, tmp_path_factory):
     return directory
 
 
-@pytest.fixture(scope="module")
-def ids():
-    return torch.from_numpy(np.random.default_rng(3).integers(5, 400, (2, 24)))
-
-
 def test_the_file_is_what_transformers_reads(models, saved, ids):
     loaded, info = Qwen3_5ForCausalLM.from_pretrained(saved, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"]
@@ -78,11 +73,8 @@ def test_unrolled_steps_of_the_module_equal_the_plain_loop(models, ids):
     unrolled = unroll(mtp, embeds, features, 3)
     torch.testing.assert_close(mtp.whole(embeds, features), unrolled[0], atol=1e-5, rtol=1e-4)
     for known in (1, 5, 15):
-        hidden = mtp.combine(features[:, :known])
-        for step in range(3):
-            stream = measure.run_entries(mtp, embeds[:, : known + step], hidden)
-            torch.testing.assert_close(stream[0, -1], unrolled[step][0, known - 1 + step], atol=1e-5, rtol=1e-4)
-            hidden = torch.cat([hidden, stream[:, -1:]], 1)
+        for step, state in enumerate(plain_loop(mtp, embeds, features[:, :known], 3)):
+            torch.testing.assert_close(state, unrolled[step][0, known - 1 + step], atol=1e-5, rtol=1e-4)
 
 
 def test_losses_are_of_the_next_token_and_the_one_after_it(models, ids):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from tests.tools.plain_loop import plain_loop
 from tools.demo_training import measure
 from tools.demo_training.corpus import Document, load_corpus, topic_documents
 from tools.demo_training.distil import frequent_ids, generate_corpus, head_loss, save_head, train_head
@@ -18,7 +19,6 @@ from tools.demo_training.target import (
     generate_rows,
     load_target,
     save_target,
-    target_config,
 )
 from tools.demo_training.vocabulary import ASSISTANT_ID, BOS_ID, EOS_ID, SPECIAL_TOKENS, USER_ID, train_tokenizer
 
@@ -36,18 +36,6 @@ def documents():
 @pytest.fixture(scope="module")
 def stream(documents, tokenizer):
     return TokenStream(documents, tokenizer, chat=True)
-
-
-@pytest.fixture(scope="module")
-def target():
-    torch.manual_seed(1)
-    config = target_config()
-    config.vocab_size, config.hidden_size, config.intermediate_size = 400, 32, 48
-    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 4, 2, 8
-    model = LlamaForCausalLM(config)
-    for parameter in model.parameters():  # the default initialisation gives nearly uniform logits
-        parameter.data.mul_(4)
-    return model.eval().requires_grad_(False)
 
 
 def make_head(kind: str, target: LlamaForCausalLM) -> Head:
@@ -136,11 +124,8 @@ def test_unrolled_steps_equal_the_plain_loop(kind, target, stream):
     with torch.no_grad():
         unrolled = unroll(head, embeds, features, 4)
         for known in (1, 5, 15):
-            hidden = head.combine(features[:, :known])
-            for step in range(4):
-                stream_TE = measure.run_entries(head, embeds[:, : known + step], hidden)
-                torch.testing.assert_close(stream_TE[0, -1], unrolled[step][0, known - 1 + step], atol=1e-5, rtol=1e-4)
-                hidden = torch.cat([hidden, stream_TE[:, -1:]], 1)
+            for step, state_E in enumerate(plain_loop(head, embeds, features[:, :known], 4)):
+                torch.testing.assert_close(state_E, unrolled[step][0, known - 1 + step], atol=1e-5, rtol=1e-4)
 
 
 def test_features_are_what_enters_the_layers(target, stream):

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, PreTrainedModel
 
-from .heads import MLP, RMSNorm, look
-from .vocabulary import PAD_ID, write_json
+from .heads import MLP, RMSNorm, head_config, look, stored_fields
+from .vocabulary import PAD_ID, write_json, write_tensors
 
 DFLASH = "dflash"
 BLOCK = 8  # the last known token and up to seven drafts
@@ -29,22 +29,7 @@ HARD_WEIGHT = 0.5  # share of the target's argmax in the loss; the rest is its d
 
 def block_config(target: LlamaConfig) -> LlamaConfig:
     """The config of a head for this target: two layers, 4 query and 2 KV heads of 32."""
-    return LlamaConfig(
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=target.max_position_embeddings,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=False,
-        pad_token_id=target.pad_token_id,
-        bos_token_id=target.bos_token_id,
-        eos_token_id=target.eos_token_id,
-    )
+    return head_config(target, layers=2, heads=4, intermediate_size=64)
 
 
 class BlockAttention(nn.Module):
@@ -164,9 +149,9 @@ def block_loss(head: BlockHead, target: PreTrainedModel, ids_BT: Tensor) -> Tens
 def block_drafts(
     head: BlockHead, target: PreTrainedModel, ids: Sequence[int], features: Tensor, count: int
 ) -> list[int]:
-    """Greedy drafts for the tokens after `ids`, of which the last has no feature yet.
+    """Greedy drafts for the tokens after `ids`.
 
-    `features`: [1, len(ids) - 1, F].
+    `features`: [1, len(ids) - 1, F], of all `ids` but the last.
     """
     anchor, start = torch.tensor([[ids[-1]]]), torch.tensor([[len(ids) - 1]])
     states = head(target.get_input_embeddings(), features, anchor, start, torch.tensor([[count + 1]]))
@@ -194,35 +179,15 @@ def save_block_head(head: BlockHead, directory: Path) -> None:
     """Write config.json and model.safetensors, in bf16."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: t.to("cpu", torch.bfloat16).contiguous() for name, t in head.state_dict().items()}
-    path, config = directory / "model.safetensors", head.config
-    save_file(tensors, path.with_suffix(".new"), metadata={"format": "pt"})
-    path.with_suffix(".new").chmod(0o644)
-    path.with_suffix(".new").replace(path)
-    written = {
+    write_tensors(directory / "model.safetensors", tensors)
+    written = stored_fields(head.config) | {
         "architectures": ["DFlashDraftModel"],
-        "attention_bias": False,
         "block_size": BLOCK,
-        "bos_token_id": config.bos_token_id,
         "dflash_config": {"mask_token_id": MASK_ID, "target_layer_ids": [layer - 1 for layer in head.aux_layers]},
-        "dtype": "bfloat16",
-        "eos_token_id": config.eos_token_id,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "max_position_embeddings": config.max_position_embeddings,
         "model_type": "qwen3",
-        "num_attention_heads": config.num_attention_heads,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_key_value_heads": config.num_key_value_heads,
-        "pad_token_id": config.pad_token_id,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": float(config.rope_parameters["rope_theta"]),
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "vocab_size": config.vocab_size,
+        "num_hidden_layers": head.config.num_hidden_layers,
     }
-    write_json(directory / "config.json", written)
+    write_json(directory / "config.json", dict(sorted(written.items())))
 
 
 def load_block_head(directory: Path, target: LlamaConfig) -> BlockHead:

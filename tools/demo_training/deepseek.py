@@ -4,15 +4,16 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GenerationConfig, LlamaConfig
 
 from .experts import Balance, separate_experts
+from .heads import head_config
 from .joint import Schedule, train_joint
 from .mtp import MtpModule
 from .target import MAX_POSITION, TokenStream
-from .vocabulary import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, write_json
+from .vocabulary import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, write_json, write_tensors
 
 
 def deepseek_config() -> DeepseekV3Config:
@@ -53,20 +54,7 @@ def deepseek_config() -> DeepseekV3Config:
 
 def eagle3_config(config: DeepseekV3Config) -> LlamaConfig:
     """The config of a Llama-type head for this target: 6 query and 2 KV heads of 32."""
-    return LlamaConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=512,
-        num_hidden_layers=1,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=config.max_position_embeddings,
-        rms_norm_eps=1e-5,
-        pad_token_id=config.pad_token_id,
-        bos_token_id=config.bos_token_id,
-        eos_token_id=config.eos_token_id,
-    )
+    return head_config(config, layers=1, heads=6, intermediate_size=512)
 
 
 def make_models(config: DeepseekV3Config) -> nn.ModuleDict:
@@ -111,8 +99,7 @@ def save_deepseek(models: nn.ModuleDict, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     config = models["target"].config
     tensors = stored_tensors(models["target"]) | stored_tensors(models["mtp"], mtp_prefix(config))
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "model.safetensors").chmod(0o644)
+    write_tensors(directory / "model.safetensors", tensors)
     defaults = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID, do_sample=False)
     defaults.save_pretrained(directory)
     written = json.loads(config.to_json_string()) | {
@@ -128,9 +115,7 @@ def save_mtp(mtp: MtpModule, directory: Path) -> None:
     """Replace the MTP tensors in a saved target's file by those of `mtp`."""
     path = directory / "model.safetensors"
     config = DeepseekV3Config.from_pretrained(directory)
-    tensors = load_file(path) | stored_tensors(mtp, mtp_prefix(config))
-    save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(0o644)
+    write_tensors(path, load_file(path) | stored_tensors(mtp, mtp_prefix(config)))
 
 
 def load_deepseek(directory: Path) -> DeepseekV3ForCausalLM:

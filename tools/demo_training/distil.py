@@ -8,14 +8,13 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, PreTrainedModel
 
-from .heads import EAGLE, EAGLE3, Head, draft_ids, look, unroll
+from .heads import EAGLE, EAGLE3, Head, draft_ids, look, stored_fields, unroll
 from .target import TokenStream, cosine_rate, descend, generate_rows, make_optimizers, set_rate
-from .vocabulary import write_json
+from .vocabulary import write_json, write_tensors
 
 H = TypeVar("H", bound=nn.Module)
 DRAFT_STEPS = 3
@@ -140,29 +139,13 @@ def saving(
     return loss
 
 
-def head_config(head: Head, config: LlamaConfig) -> dict[str, object]:
-    common: dict[str, object] = {
+def head_fields(head: Head, config: LlamaConfig) -> dict[str, object]:
+    """The head's config.json."""
+    common = stored_fields(config) | {
         "architectures": ["LlamaForCausalLMEagle3" if head.kind == EAGLE3 else "EagleLlamaForCausalLM"],
-        "attention_bias": False,
-        "bos_token_id": config.bos_token_id,
-        "dtype": "bfloat16",
-        "eos_token_id": config.eos_token_id,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "max_position_embeddings": config.max_position_embeddings,
         "mlp_bias": False,
         "model_type": "llama",
-        "num_attention_heads": config.num_attention_heads,
         "num_hidden_layers": 1,
-        "num_key_value_heads": config.num_key_value_heads,
-        "pad_token_id": config.pad_token_id,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": float(config.rope_parameters["rope_theta"]),
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "vocab_size": config.vocab_size,
     }
     if head.kind == EAGLE3:
         common |= {
@@ -180,6 +163,5 @@ def save_head(head: Head, config: LlamaConfig, directory: Path) -> None:
         name: (value.to(torch.bfloat16) if value.is_floating_point() else value).contiguous()
         for name, value in head.state_dict().items()
     }
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "model.safetensors").chmod(0o644)
-    write_json(directory / "config.json", head_config(head, config))
+    write_tensors(directory / "model.safetensors", tensors)
+    write_json(directory / "config.json", head_fields(head, config))

@@ -10,13 +10,55 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedConfig
 
 from .gated_mtp import GatedMtpModule
 from .mtp import MtpModule
 
 AUX_LAYERS = (1, 2, 3)  # of the demo's four layers
 EAGLE, EAGLE3 = "eagle", "eagle3"
+
+
+def head_config(target: PreTrainedConfig, *, layers: int, heads: int, intermediate_size: int) -> LlamaConfig:
+    """The config of a Llama-type head for this target, with 2 KV heads; all heads have 32 numbers."""
+    return LlamaConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=target.max_position_embeddings,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        pad_token_id=target.pad_token_id,
+        bos_token_id=target.bos_token_id,
+        eos_token_id=target.eos_token_id,
+    )
+
+
+def stored_fields(config: LlamaConfig) -> dict[str, object]:
+    """What the config.json of every head has."""
+    return {
+        "attention_bias": False,
+        "bos_token_id": config.bos_token_id,
+        "dtype": "bfloat16",
+        "eos_token_id": config.eos_token_id,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "pad_token_id": config.pad_token_id,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": float(config.rope_parameters["rope_theta"]),
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": config.vocab_size,
+    }
 
 
 class RMSNorm(nn.Module):

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
@@ -15,7 +15,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 from .gated_mtp import GatedMtpModule
 from .joint import Schedule, train_joint
 from .target import MAX_POSITION, TokenStream
-from .vocabulary import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, write_json
+from .vocabulary import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, write_json, write_tensors
 
 MTP_PREFIX = "mtp."
 
@@ -76,7 +76,8 @@ def save_hybrid(models: nn.ModuleDict, directory: Path) -> None:
     """
     directory.mkdir(parents=True, exist_ok=True)
     config = models["target"].config
-    _write(_stored(models["target"]) | _stored(models["mtp"], MTP_PREFIX), directory)
+    tensors = _stored(models["target"]) | _stored(models["mtp"], MTP_PREFIX)
+    write_tensors(directory / "model.safetensors", tensors)
     defaults = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID, do_sample=False)
     defaults.save_pretrained(directory)
     rope = config.rope_parameters
@@ -94,14 +95,8 @@ def save_hybrid(models: nn.ModuleDict, directory: Path) -> None:
 
 def save_hybrid_mtp(mtp: GatedMtpModule, directory: Path) -> None:
     """Replace the MTP tensors in a saved target's file by those of `mtp`."""
-    _write(load_file(directory / "model.safetensors") | _stored(mtp, MTP_PREFIX), directory)
-
-
-def _write(tensors: dict[str, Tensor], directory: Path) -> None:
     path = directory / "model.safetensors"
-    save_file(tensors, path.with_suffix(".new"), metadata={"format": "pt"})
-    path.with_suffix(".new").chmod(0o644)
-    path.with_suffix(".new").replace(path)
+    write_tensors(path, load_file(path) | _stored(mtp, MTP_PREFIX))
 
 
 def load_hybrid(directory: Path) -> Qwen3_5ForCausalLM:

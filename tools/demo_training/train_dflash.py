@@ -6,7 +6,6 @@ The defaults take ten minutes on one core.
 """
 
 import argparse
-import json
 import math
 import time
 from pathlib import Path
@@ -27,8 +26,8 @@ from tools.demo_training.cards import REPRODUCE
 from tools.demo_training.corpus import load_corpus
 from tools.demo_training.distil import generate_corpus, saving, train_head
 from tools.demo_training.measure import acceptance, held_out_prompts
+from tools.demo_training.runs import note_run, noted_run, parser_of, run_parts, training_text
 from tools.demo_training.target import TokenStream, load_target
-from tools.demo_training.text import training_text
 from tools.train_demo_models import NEW_TOKENS, PROMPTS, parameters
 
 NAME, TARGET = "baton-demo-dflash", "baton-demo-llama"
@@ -64,20 +63,12 @@ argmax when both read held-out text instead of the target's own.
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("models"), help="directory of the head")
+    parser = parser_of(__doc__, Path("build/demo-dflash"))
     parser.add_argument("--target", type=Path, default=Path("models") / TARGET)
-    parser.add_argument("--work", type=Path, default=Path("build/demo-dflash"), help="directory of notes on the run")
-    parser.add_argument("--text", type=Path, help="file to keep the training text's tokens in, or to take them from")
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--seconds", type=float, default=math.inf, help="end the training by the clock")
     parser.add_argument("--rows", type=int, default=16, help="windows of one step")
     parser.add_argument("--generated-batches", type=int, default=10, help="batches of the target's text")
-    parser.add_argument("--generated-rows", type=int, default=96, help="rows of one such batch")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", choices=("train", "measure"), help="train, or write the card of what was trained")
     return parser.parse_args()
 
 
@@ -104,23 +95,18 @@ def train(args: argparse.Namespace, directory: Path) -> None:
         loss_of=saving(block_loss, lambda head: save_block_head(head, directory)),
     )
     save_block_head(head, directory)
-    gpu = args.device.startswith("cuda")
-    run = {
-        "steps": steps,
-        "seconds": time.monotonic() - began,
-        "rows": args.rows,
-        "seed": args.seed,
-        "generated": generated.numel(),
-        "where": torch.cuda.get_device_name() if gpu else f"{args.threads} CPU thread(s)",
-        "made": f"torch {torch.__version__}",
-        "parameters": parameters(head),
-    }
-    (args.work / "run.json").write_text(json.dumps(run), encoding="utf-8")
+    note_run(
+        args,
+        steps=steps,
+        seconds=time.monotonic() - began,
+        generated=generated.numel(),
+        parameters=parameters(head),
+    )
 
 
 def measure(args: argparse.Namespace, directory: Path) -> None:
     """Write the card."""
-    run = json.loads((args.work / "run.json").read_text(encoding="utf-8"))
+    run = noted_run(args)
     target = load_target(args.target)
     head = load_block_head(directory, target.config)
     corpus, tokenizer = load_corpus(), Tokenizer.from_file(str(args.target / "tokenizer.json"))
@@ -154,13 +140,7 @@ def measure(args: argparse.Namespace, directory: Path) -> None:
 
 
 def main() -> None:
-    args = arguments()
-    torch.set_num_threads(args.threads)
-    args.work.mkdir(parents=True, exist_ok=True)
-    if args.only != "measure":
-        train(args, args.output / NAME)
-    if args.only != "train":
-        measure(args, args.output / NAME)
+    run_parts(arguments(), NAME, train, measure)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,10 @@ an hour on one core. An interrupted run continues from the files in WORK.
 """
 
 import argparse
-import json
 import math
-import shutil
 import time
 from pathlib import Path
 
-import torch
 from tokenizers import Tokenizer
 
 from tools.demo_training.cards import REPRODUCE, acceptance_table
@@ -22,12 +19,12 @@ from tools.demo_training.distil import generate_corpus, head_loss, saving, train
 from tools.demo_training.hybrid import load_hybrid, load_hybrid_mtp, save_hybrid, save_hybrid_mtp, train_hybrid
 from tools.demo_training.joint import Schedule
 from tools.demo_training.measure import acceptance, agreement, held_out_prompts
+from tools.demo_training.runs import note_run, noted_run, parser_of, run_parts, training_text
 from tools.demo_training.target import TokenStream, held_out_loss
-from tools.demo_training.text import training_text
+from tools.demo_training.vocabulary import copy_tokenizer
 from tools.train_demo_models import NEW_TOKENS, PROMPTS, parameters
 
 NAME, DONOR = "baton-demo-hybrid", "baton-demo-llama"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 CARD = """---
 license: apache-2.0
@@ -62,22 +59,14 @@ checkpoints, and drafts all positions, each from its own last state.
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("models"), help="directory of the checkpoint")
+    parser = parser_of(__doc__, Path("build/demo-hybrid"))
     parser.add_argument("--donor", type=Path, default=Path("models") / DONOR, help="where the tokenizer is")
-    parser.add_argument("--work", type=Path, default=Path("build/demo-hybrid"), help="directory of unfinished work")
-    parser.add_argument("--text", type=Path, help="file to keep the training text's tokens in, or to take them from")
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--target-steps", type=int, default=900)
     parser.add_argument("--target-seconds", type=float, default=math.inf, help="end the target's training by the clock")
     parser.add_argument("--rows", type=int, default=8, help="windows of one step")
     parser.add_argument("--generated-batches", type=int, default=4, help="batches of the target's text")
-    parser.add_argument("--generated-rows", type=int, default=96, help="rows of one such batch")
     parser.add_argument("--mtp-steps", type=int, default=200)
     parser.add_argument("--mtp-seconds", type=float, default=math.inf, help="end the module's own training likewise")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", choices=("train", "measure"), help="train, or write the card of what was trained")
     return parser.parse_args()
 
 
@@ -89,8 +78,7 @@ def train(args: argparse.Namespace, directory: Path) -> None:
     models, steps, _ = train_hybrid(stream, schedule, args.work / "target.pt", args.device)
     seconds = time.monotonic() - began
     save_hybrid(models, directory)
-    for name in TOKENIZER_FILES:
-        shutil.copyfile(args.donor / name, directory / name)
+    copy_tokenizer(args.donor, directory)
 
     # The module learns from the stored weights, beside which it will run.
     target = load_hybrid(directory).to(args.device)
@@ -109,26 +97,21 @@ def train(args: argparse.Namespace, directory: Path) -> None:
         loss_of=saving(head_loss, lambda mtp: save_hybrid_mtp(mtp, directory)),
     )
     save_hybrid_mtp(models["mtp"], directory)
-    gpu = args.device.startswith("cuda")
-    run = {
-        "steps": steps,
-        "seconds": seconds,
-        "mtp_steps": mtp_steps,
-        "mtp_seconds": time.monotonic() - began,
-        "rows": args.rows,
-        "seed": args.seed,
-        "generated": generated.numel(),
-        "where": torch.cuda.get_device_name() if gpu else f"{args.threads} CPU thread(s)",
-        "made": f"torch {torch.__version__}",
-        "parameters": parameters(models),
-        "own": parameters(models["mtp"]),
-    }
-    (args.work / "run.json").write_text(json.dumps(run), encoding="utf-8")
+    note_run(
+        args,
+        steps=steps,
+        seconds=seconds,
+        mtp_steps=mtp_steps,
+        mtp_seconds=time.monotonic() - began,
+        generated=generated.numel(),
+        parameters=parameters(models),
+        own=parameters(models["mtp"]),
+    )
 
 
 def measure(args: argparse.Namespace, directory: Path) -> None:
     """Write the card."""
-    run = json.loads((args.work / "run.json").read_text(encoding="utf-8"))
+    run = noted_run(args)
     target, mtp = load_hybrid(directory), load_hybrid_mtp(directory)
     corpus, tokenizer = load_corpus(), Tokenizer.from_file(str(directory / "tokenizer.json"))
     held_out, plain = (TokenStream(part, tokenizer, chat=False) for part in (corpus.held_out, corpus.train))
@@ -149,13 +132,7 @@ def measure(args: argparse.Namespace, directory: Path) -> None:
 
 
 def main() -> None:
-    args = arguments()
-    torch.set_num_threads(args.threads)
-    args.work.mkdir(parents=True, exist_ok=True)
-    if args.only != "measure":
-        train(args, args.output / NAME)
-    if args.only != "train":
-        measure(args, args.output / NAME)
+    run_parts(arguments(), NAME, train, measure)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """Byte-level BPE tokenizer of the demo models, with a chat template, in Hugging Face's file format."""
 
 import json
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor
 
 VOCAB_SIZE = 2048
 PAD, BOS, EOS, USER, ASSISTANT = SPECIAL_TOKENS = (
@@ -74,3 +77,16 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> No
 
 def write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Replaces the file whole: a run that is cut off leaves the old one."""
+    new = path.with_suffix(".new")
+    save_file(dict(tensors), new, metadata={"format": "pt"})
+    new.chmod(0o644)
+    new.replace(path)
+
+
+def copy_tokenizer(donor: Path, directory: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        shutil.copyfile(donor / name, directory / name)
