@@ -66,6 +66,13 @@ def runs_in_place(kind: LayerKind) -> bool:
     return linear.in_place() is not None and linear.few_rows_match()
 
 
+def skip_unless_in_place(kind: LayerKind) -> None:
+    import pytest  # not for tools.kernel_check
+
+    if not runs_in_place(kind):
+        pytest.skip("oneDNN packs these weights in another layout")
+
+
 def usual_quantization() -> str | None:
     """Of layers that run in place: None, or "int8" where those of bfloat16 do not."""
     return None if runs_in_place(LayerKind()) else "int8"

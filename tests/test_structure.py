@@ -38,6 +38,7 @@ COMMON = {
     "baton.sampling_params",
     "baton.setting",
     "baton.timeouts",
+    "baton.urls",
     "baton.waiting",
     "baton.wire",
     "baton.zeromq",

@@ -22,7 +22,7 @@ from baton.sampling_params import SamplingParams
 from testkit.checkpoints.common import make_drafter
 from testkit.engines import stepped
 from testkit.heads import ONE_LAYER, HeadKind, make_batch, make_head, one_by_one
-from testkit.layers import LayerKind, PagedRequests, runs_in_place, usual_quantization
+from testkit.layers import LayerKind, PagedRequests, skip_unless_in_place, usual_quantization
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -72,8 +72,7 @@ def fused_only(head: Eagle3) -> None:
 @torch.inference_mode()
 def test_drafts_and_pages_are_those_of_the_modules(kind: str, batch: str) -> None:
     spans, num_drafts, temperatures = BATCHES[batch]
-    if not runs_in_place(KINDS[kind].layers):
-        pytest.skip("oneDNN packs these weights in another layout")
+    skip_unless_in_place(KINDS[kind].layers)
     if len(KINDS[kind].layers.windows) > 1 and any(stop - start == 70 for start, stop in spans):
         pytest.skip("its second layer needs the whole output of its first")
     head = make_head(KINDS[kind], HIDDEN, HEADS, INNER, seed=3)

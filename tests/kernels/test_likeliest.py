@@ -17,7 +17,7 @@ from baton.models.fused_head import FusedHead
 from baton.models.layers.linear import Build, Linear
 from baton.sampling_params import SamplingParams
 from testkit.engines import stepped
-from testkit.layers import LayerKind, runs_in_place, usual_quantization
+from testkit.layers import LayerKind, skip_unless_in_place, usual_quantization
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -44,8 +44,7 @@ def make_head(vocab: int, quantization: str | None = None) -> Linear:
 def test_the_first_of_the_greatest_logits_is_chosen(
     num_rows: int, vocab: int, quantization: str | None, threads: int
 ) -> None:
-    if not runs_in_place(LayerKind(quantization)):
-        pytest.skip("oneDNN packs these weights in another layout")
+    skip_unless_in_place(LayerKind(quantization))
     lm_head = make_head(vocab, quantization)
     hidden = torch.randn(num_rows, COLUMNS, generator=torch.Generator().manual_seed(2)).bfloat16()
     hidden[num_rows // 2] = 0.0

@@ -18,7 +18,7 @@ from baton.models.layers.decoder_layer import DecoderLayer
 from baton.models.layers.rotary import Rotary
 from baton.sampling_params import SamplingParams
 from testkit.engines import stepped
-from testkit.layers import ROPE, LayerKind, PagedRequests, make_layers, runs_in_place, usual_quantization
+from testkit.layers import ROPE, LayerKind, PagedRequests, make_layers, skip_unless_in_place, usual_quantization
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -65,8 +65,7 @@ def rotary_of(kind: LayerKind) -> Rotary:
 @torch.inference_mode()
 def test_rows_and_pages_have_the_bits_of_layers_one_by_one(kind: str, batch: str, threads: int) -> None:
     made = KINDS[kind]
-    if not runs_in_place(made):
-        pytest.skip("oneDNN packs these weights in another layout")
+    skip_unless_in_place(made)
     layers = make_layers(made, HIDDEN, HEADS, INNER, seed=3)
     fused = FusedLayers.of(layers, [0] * len(layers))
     assert fused is not None

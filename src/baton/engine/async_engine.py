@@ -64,8 +64,8 @@ def _cache_config(config: EngineConfig, num_tokens: int) -> dict[str, str]:
 
 
 def _let_the_loop_send() -> None:
-    """Release the GIL so that the event loop can send first tokens. Otherwise the loop waits up to 1.4 ms behind the
-    drafter's short kernels, each of which ends before the waiting thread runs."""
+    """Release the GIL so that the event loop can send first tokens. Otherwise the loop waits up to 1.4 ms: each of the
+    drafter's kernels ends before the waiting thread has woken up, and the next one has the GIL again."""
     time.sleep(_YIELD_S)
 
 

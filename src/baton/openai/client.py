@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -24,6 +23,7 @@ from baton.errors import (
 )
 from baton.openai.answers import ChatCompletion, Completion, Model, Models, decode_answer, printable_line, read_error
 from baton.sampling_params import TokenId
+from baton.urls import split_http_url
 
 MAX_BODY_BYTES = 32 * 2**20
 # Compressed bodies would defeat limits.
@@ -39,12 +39,7 @@ class _Tokens(msgspec.Struct, frozen=True):
 
 def base_url(url: str, field: str) -> str:
     """`http://host:port[/prefix]`, without a trailing `/v1`. Raises `ConfigError` for `field`."""
-    try:
-        parts = urlsplit(url)
-        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # no port, no IPv6 address
-        is_good = False
-    if not is_good:
+    if split_http_url(url) is None:
         raise ConfigError(field, f"must be http://HOST:PORT or https://HOST:PORT, got {url!r}")
     return url.rstrip("/").removesuffix("/v1")
 

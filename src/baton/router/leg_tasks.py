@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 from baton.timeouts import timeout
 from baton.wire import LegRole, TokenChunk
@@ -135,5 +136,10 @@ async def rest_of_leg(which: LegRole, task: asyncio.Task[None], items: LegItems,
                     return
                 yield item
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await end_task(task)
+
+
+async def end_task(task: asyncio.Future[Any]) -> None:
+    """Cancel it, and wait for its end. Its error has been raised, or does not matter any more."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -72,7 +72,8 @@ class PartialBlocks:
         return bool(self._here)
 
     def allocated(self, request_id: str, num_tokens: int, hit: int, tables: Sequence[Sequence[int]]) -> None:
-        """A request of `num_tokens` tokens, of which the first `hit` were here, has these block tables."""
+        """Record the blocks that a request of `num_tokens` tokens receives in part. `hit`: tokens found in the prefix
+        cache. `tables`: its block tables."""
         found = set()
         for cache in self._windows:
             first = cache.first_needed(num_tokens) // self._tile * self._tile

@@ -26,6 +26,7 @@ RANKS = (1, 2, 4, 8)
 MAX_DATA_RANKS = 64
 # Annotations are evaluated outside of this module, so that their lambdas cannot name its constants.
 _SEEDS = Rule("between 0 and 2**64 - 1", lambda value: 0 <= value <= MAX_WORD)
+_SECONDS_OR_NO_LIMIT = Rule("seconds, or 0 for no limit", lambda value: 0 <= value < 1e6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,7 @@ class StepSettings:
         float,
         Setting(
             "Longest gap of a stream by prompts beside it, by measured times; 0: any.",
-            rule=Rule("seconds, or 0 for no limit", lambda value: 0 <= value < 1e6),
+            rule=_SECONDS_OR_NO_LIMIT,
         ),
     ] = 0.2
     max_num_seqs: Annotated[int, Setting("Most sequences in one step.", rule=in_range(1, 4096))] = 64
@@ -170,7 +171,7 @@ class ServingSettings(StepSettings):
         float,
         Setting(
             "Longest wait of a request for its start; 0: any.",
-            rule=Rule("seconds, or 0 for no limit", lambda value: 0 <= value < 1e6),
+            rule=_SECONDS_OR_NO_LIMIT,
         ),
     ] = 0.0
     recovery: Annotated[Recovery, Setting("Last rung that a failed handoff may take.")] = "full"

@@ -11,6 +11,7 @@ from typing import Literal
 
 from baton import __version__
 from baton.errors import ConfigError
+from baton.urls import split_http_url
 
 Compression = Literal["none", "gzip", "deflate"]
 _COMPRESSIONS: tuple[Compression, ...] = ("none", "gzip", "deflate")
@@ -90,12 +91,8 @@ def _endpoint(environment: Mapping[str, str]) -> str:
 
 
 def _checked_url(url: str, name: str = "otlp_traces_endpoint") -> str:
-    try:
-        parts = urllib.parse.urlsplit(url)
-        is_plain = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and url.isprintable()
-    except ValueError:
-        is_plain = False
-    if not is_plain or " " in url or not url.isascii():
+    parts = split_http_url(url)
+    if parts is None or not url.isprintable() or " " in url or not url.isascii():
         raise ConfigError(name, f"must be like http://HOST:4318/v1/traces, got {url!r}")
     if parts.username is not None:
         raise ConfigError(name, "must not contain a user: put it into OTEL_EXPORTER_OTLP_HEADERS")

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import re
-from urllib.parse import urlsplit
 
 from baton.errors import RequestError
+from baton.urls import split_http_url
 
 _RANK = re.compile(r"dp_rank=(0|[1-9][0-9]{0,3})")
 
 
 def checked_url(url: str) -> str:
     """Return `url` in canonical form. Raises `RequestError` if it is not a base URL."""
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and parts.hostname is not None and parts.port != 0
-    except ValueError:
-        usable = False
-    if usable and parts.fragment:
-        usable = _RANK.fullmatch(parts.fragment) is not None
-    if not usable or parts.query or parts.path not in ("", "/") or "@" in parts.netloc:
+    parts = split_http_url(url)
+    has_other_fragment = parts is not None and parts.fragment and not _RANK.fullmatch(parts.fragment)
+    if parts is None or has_other_fragment or parts.query or parts.path not in ("", "/") or "@" in parts.netloc:
         raise RequestError(f"{url!r} is not a base URL such as http://127.0.0.1:8100", "url")
     rank = f"#{parts.fragment}" if parts.fragment else ""
     return f"{parts.scheme}://{parts.netloc}{rank}"

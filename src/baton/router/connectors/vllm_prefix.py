@@ -16,7 +16,7 @@ import msgspec
 from baton.errors import BatonError, HandoffError, ProtocolError
 from baton.router.clients.vllm_client import VllmClient
 from baton.router.connectors.base import read_to_end
-from baton.router.leg_tasks import Chunks
+from baton.router.leg_tasks import Chunks, end_task
 from baton.sampling_params import SamplingParams
 from baton.wire import BATON_PARAM, GenerateRequest, LegParams, LegRole, TokenChunk, VllmPrefix
 
@@ -64,7 +64,7 @@ class VllmPrefixMove:
             yield TokenChunk(request_id=self.request.request_id, num_cached_tokens=self.handed_over)
             await self._sending
         finally:
-            await _end(self._sending)
+            await end_task(self._sending)
             if not self._received:
                 with contextlib.suppress(BatonError):
                     await self.source.tell(leg_params(LegParams(role="cancel", ticket=self.ticket)))
@@ -82,7 +82,7 @@ class VllmPrefixMove:
                 self._sending.result()  # raises its error
             chunk, told = await receiving
         finally:
-            await _end(receiving)
+            await end_task(receiving)
         num_tokens = _found(told)
         if num_tokens < self.handed_over:
             # A source that lacks some of it does not answer.
@@ -93,14 +93,6 @@ class VllmPrefixMove:
 
     def _params(self, role: LegRole) -> dict[str, object]:
         return leg_params(LegParams(role=role, ticket=self.ticket, prefix=True))
-
-
-async def _end(task: asyncio.Future[Any]) -> None:
-    """Its error has been raised, or does not matter any more."""
-    task.cancel()
-    await asyncio.wait([task])
-    if not task.cancelled():
-        task.exception()
 
 
 def _found(told: Mapping[str, object]) -> int:
