@@ -4,7 +4,7 @@
 
 The three engines are in one process and take turns. Without arguments: SmolLM2-135M-Instruct and its EAGLE-3 head. The
 last column is auto over the better of the other two. CPU time of the process, which other processes disturb less, is
-printed beside wall time; the engine itself goes by wall time.
+printed beside wall time.
 """
 
 from __future__ import annotations

@@ -142,7 +142,8 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     - `position`: the output index of the first of `token_ids`; 0: the first token after the client's prompt.
     - `prompt_logprobs`: per prompt token, None for the first. Sent once, with the first token or the end.
     - `accepted`, `drafted`: accepted and proposed drafts of each verification that ended in this chunk.
-    - `queued_s`: how long the prompt waited. Sent once, with the first token.
+    - `queued_s`: how long the prompt waited. Sent once, with the first token; with a `prefix_len`, once the prefix is
+      there: how long steps of other requests delayed it.
     - `num_cached_tokens`: prompt tokens that were found in the prefix cache; with a `prefix_len`, those that are there.
     - `window_start`: of a prefix's source: the first entry that it has of its windows.
     - `timings`: if requested; once, with the first tokens of a leg.

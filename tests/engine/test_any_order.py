@@ -340,7 +340,7 @@ class Engine:
             if reason is None:
                 drafts = self.core.limits.num_drafts(request) if request.num_computed >= request.prefill_len else 0
                 request.draft_ids = [self.random.randint(10, 18) for _ in range(drafts)]
-                done.draft_rows.append(DraftRows(request, 0, rows.start, request.num_computed, drafts))
+                done.draft_rows.append(DraftRows(request, (), rows.start, request.num_computed, drafts))
         return done
 
     def turn(self, at_last: bool = False) -> None:

@@ -58,6 +58,7 @@ class EngineCore:
         self.metrics = EngineMetrics() if legs is None else legs.metrics
         self.steps = StepRunner(executor, scheduler, legs, limits, emit, self.metrics, self.clock)
         self.requests: dict[str, Request] = {}
+        self._step_s = 0.0  # in steps, since the start
         self.peers: Peers = SingleRank()
         if prefix_store is not None:
             prefix_store.bind(self.post, lambda operation: self.metrics.prefix_store_failures.update((operation,)))
@@ -141,6 +142,7 @@ class EngineCore:
         if request.role == "prefill" and not self.legs.prefixes.hold(request):
             return self._decline(request, "prefix_missing: too little of the prompt is here")
         self._note_arrival(request)
+        request.step_s_before = self._step_s - self.mailbox.delay_s
         self.legs.open_leg(request)
         if request.role == "prefill":
             self._tell(request, False, num_cached_tokens=request.prefix_len, window_start=request.window_start)
@@ -214,7 +216,8 @@ class EngineCore:
                     self.finish(request, "error", effect.error, effect.recoverable)
                 case PrefixArrived():
                     self._end(request, "length")
-                    self._tell(request, True, num_cached_tokens=effect.num_tokens, finish_reason="length")
+                    found = {"num_cached_tokens": effect.num_tokens, "queued_s": self._step_s - request.step_s_before}
+                    self._tell(request, True, finish_reason="length", **found)
                 case SeedsArrived():
                     (self._finished_elsewhere if effect.finished else self._committed)(request, effect.seeds)
                 case PagesReleased() if request.status is RequestStatus.AWAITING_RELEASE:
@@ -247,6 +250,7 @@ class EngineCore:
         self._finalise([rows for rows in scheduled if rows.request not in done.failed], done.draft_rows)
         if (budget := self.scheduler.prompt_budget) is not None:
             budget.computed(sum(prompts), len(prompts) < len(scheduled), self.clock.monotonic() - now)
+        self._step_s += self.clock.monotonic() - now
         self.metrics.num_steps += 1
         self.metrics.step_tokens.observe(sum(rows.num_rows for rows in scheduled))
         return True

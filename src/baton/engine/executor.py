@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -41,7 +41,7 @@ class Executor(Protocol):
         ...
 
     def draft(self, plan: DraftPlan) -> DraftResult:
-        """Drafter forward over rows of the plan that was executed last."""
+        """Drafter forward over rows of the plan that was executed last, and of earlier ones from its `oldest` on."""
         ...
 
     def copy_page(self, group: str, source: int, destination: int) -> None:
@@ -75,6 +75,8 @@ class LocalExecutor:
         self.runner = runner
         self.spec = runner.spec
         self._output: TargetOutput | None = None
+        # By step number.
+        self._features: dict[int, Tensor] = {}
 
     def execute(self, plan: StepPlan, written: Written | None = None) -> StepResult:
         return self.sample(plan, self.compute(plan, written))
@@ -82,7 +84,7 @@ class LocalExecutor:
     @torch.inference_mode()
     def compute(self, plan: StepPlan, written: Written | None = None) -> TargetResult:
         """All ranks run this part of `execute`."""
-        output = self._output = self.runner.forward(plan.rows, written)
+        output = self._forward(plan, written)
         features = _on_host(output.features_TF, plan.feature_rows)
         scores = [one for block, logits in self._scored(plan, output) for one in prompt_logprobs(logits, block)]
         choices = None
@@ -91,6 +93,13 @@ class LocalExecutor:
         wanted = choices is None and len(plan.sample_rows) > 0
         logits = self.runner.logits(output, plan.sample_rows) if wanted else None
         return TargetResult(logits, choices, features, scores)
+
+    def _forward(self, plan: StepPlan, written: Written | None) -> TargetOutput:
+        output = self._output = self.runner.forward(plan.rows, written)
+        self._features = {number: kept for number, kept in self._features.items() if number >= plan.oldest}
+        if plan.number and output.features_TF is not None:
+            self._features[plan.number] = output.features_TF
+        return output
 
     @torch.inference_mode()
     def sample(self, plan: StepPlan, computed: TargetResult) -> StepResult:
@@ -113,7 +122,7 @@ class LocalExecutor:
 
     @torch.inference_mode()
     def compute_follower(self, plan: StepPlan) -> None:
-        output = self._output = self.runner.forward(plan.rows)
+        output = self._forward(plan, None)
         if self.runner.model.build.ranks.stage.index == 0:
             for _ in self._scored(plan, output):
                 pass
@@ -122,10 +131,23 @@ class LocalExecutor:
 
     @torch.inference_mode()
     def draft(self, plan: DraftPlan) -> DraftResult:
-        assert self._output is not None
-        result = self.runner.draft(plan, self._output)
+        output = self._output
+        assert output is not None
+        if len(plan.feature_steps) and output.features_TF is not None:
+            plan, features = self._gathered(plan)
+            output = replace(output, features_TF=features)
+        result = self.runner.draft(plan, output)
         self._settle()
         return result
+
+    def _gathered(self, plan: DraftPlan) -> tuple[DraftPlan, Tensor]:
+        """The plan as one for a single step, and the features of its rows [T, F]."""
+        numbers, index = np.unique(plan.feature_steps, return_inverse=True)
+        kept = [self._features[number] for number in numbers.tolist()]
+        begins = np.cumsum([0, *map(len, kept[:-1])])
+        rows = torch.from_numpy(begins[index] + plan.feature_rows).to(kept[0].device)
+        none = plan.feature_steps[:0]
+        return replace(plan, feature_rows=np.arange(len(rows)), feature_steps=none), torch.cat(kept)[rows]
 
     def copy_page(self, group: str, source: int, destination: int) -> None:
         if group in self.runner.kv:  # else its layers are on other stages
@@ -141,6 +163,7 @@ class LocalExecutor:
     def close(self) -> None:
         self.runner.release()
         self._output = None
+        self._features.clear()
 
 
 def _on_host(values: Tensor | None, rows: IntArray) -> np.ndarray:

@@ -22,6 +22,7 @@ class Mailbox:
         self._turn_started: float | None = None
         self._wake = threading.Condition()
         self.stopping = False
+        self.delay_s = 0.0  # from post to take, of the item that was taken last
 
     def post(self, item: Posted) -> None:
         with self._wake:
@@ -45,7 +46,8 @@ class Mailbox:
     def take(self) -> Iterator[Posted]:
         while self._posted:
             with self._wake:  # `busy_s` reads the first
-                _, item = self._posted.popleft()
+                posted, item = self._posted.popleft()
+            self.delay_s = self.clock.monotonic() - posted
             yield item
 
     def begin_turn(self) -> None:

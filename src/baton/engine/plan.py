@@ -172,6 +172,10 @@ class StepPlan:
     logit_rows: IntArray = field(default_factory=_none)  # indices into `sample_rows` whose logits are returned
     feature_rows: IntArray = field(default_factory=_none)  # rows whose drafter features are returned
     scored: PromptLogprobRows | None = None
+    # If later draft plans may need the step's features: its number, and that of the first step whose features are still
+    # needed. Else 0.
+    number: int = 0
+    oldest: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +190,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """The drafter's plan for the step executed last."""
+    """The drafter's plan for the step executed last, and for rows of earlier steps whose features are kept."""
 
     rows: Rows  # their `token_ids` are the tokens after each row
     feature_rows: IntArray  # [T]: the step's row with each row's features
@@ -197,6 +201,7 @@ class DraftPlan:
     # [R]: the position of the first entry in a request's pages; empty if 0 for all.
     first_entry: IntArray = field(default_factory=_none)
     chain: ModuleChain | None = None  # for a drafter with several modules
+    feature_steps: IntArray = field(default_factory=_none)  # [T]: each row's step; empty if the last for all
     states: Mapping[str, DraftSlots] = field(default_factory=dict)
 
 

@@ -38,11 +38,20 @@ class SampledRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class FeatureRows:
+    """`count` rows of a step's features, from row `first` on. `step`: its number (see `StepPlan`)."""
+
+    step: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class DraftRows:
-    """Drafter rows [start, stop) of a request. Their features are the step's rows from `first_row` on."""
+    """Drafter rows [start, stop) of a request, and where their features are."""
 
     request: Request
-    first_row: int
+    features: tuple[FeatureRows, ...]
     start: int
     stop: int
     num_drafts: int
@@ -117,15 +126,19 @@ def draft_plan(draft_rows: Sequence[DraftRows], spec: PlanSpec, rejection: bool)
     """Drafts are chosen with the noise that the target will use; with `rejection`, greedily."""
     ids: list[int] = []
     feature_rows: list[int] = []
+    steps: list[int] = []
     for rows in draft_rows:
         ids += rows.request.token_ids[rows.start + 1 : rows.stop + 1]
-        feature_rows += range(rows.first_row, rows.first_row + rows.stop - rows.start)
+        for some in rows.features:
+            feature_rows += range(some.first, some.first + some.count)
+            steps += [some.step] * some.count
     requests = [rows.request for rows in draft_rows]
     noise = noise_of([request.params for request in requests])
     spans = [(rows.start, rows.stop - rows.start) for rows in draft_rows]
     return DraftPlan(
         rows=_rows(ids, spans, requests, spec.draft_groups),
         feature_rows=_array(feature_rows),
+        feature_steps=_array(steps if len(set(steps)) > 1 else []),
         num_drafts=_array([rows.num_drafts for rows in draft_rows]),
         first_entry=_array([request.first_drafted for request in requests]),
         noise=replace(noise, temperature=np.zeros(len(requests))) if rejection else noise,

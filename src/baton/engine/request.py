@@ -91,6 +91,7 @@ class Request:
         # By the names of `LegTimings`; None if not requested, or after the first chunk.
         self.marks: dict[str, float] | None = {} if wire.timings else None
         self.waited_s = wire.waited_s  # earlier, in other attempts
+        self.step_s_before = 0.0  # of a leg that moves a prefix: the engine's seconds in steps before it came
         self.priority = wire.priority
         # How long after its beginning its first token is due.
         self.due_after_s = UNHURRIED_S if wire.ttft_slo_s is None else wire.ttft_slo_s

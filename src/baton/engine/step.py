@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,13 +18,14 @@ from baton.clock import Clock
 from baton.engine.handoff import HandoffLegs
 from baton.engine.metrics import EngineMetrics
 from baton.engine.plan import NOT_FINITE, StepPlan, StepResult
-from baton.engine.planning import DraftRows, SampledRequest, allowed_tokens, draft_plan, step_plan
+from baton.engine.planning import DraftRows, FeatureRows, SampledRequest, allowed_tokens, draft_plan, step_plan
 from baton.engine.request import Request
 from baton.engine.sampling.logprobs import token_logprobs
 from baton.engine.sampling.stopping import until_stop
 from baton.engine.sampling.verifier import Verified, verify
 from baton.engine.scheduler import ScheduledRows, Scheduler
 from baton.engine.speculation.adaptive import AdaptiveDrafts, limit_drafts
+from baton.engine.speculation.deferred import DeferredRows
 from baton.engine.speculation.probe import draft_probe, target_probe
 from baton.errors import NonFiniteLogitsError, RequestError, refusal_text
 from baton.wire import TokenChunk, TokenLogprobs
@@ -74,6 +75,7 @@ class StepRunner:
         self.executor, self.scheduler, self.cache, self.legs = executor, scheduler, scheduler.cache, legs
         self.limits, self.emit, self.metrics, self.clock = limits, emit, metrics, clock
         self.adaptive: AdaptiveDrafts | None = None  # None: every request gets the maximum number of drafts
+        self.deferred: DeferredRows | None = None  # None: the drafter computes every row at once
         self.before_drafts: Callable[[], None] = lambda: None  # called if `emit` got a request's first token
         # A drafter that reads only tokens computes a prompt's missing entries later, in rows of its own.
         self.drafts_from_tokens = {rules.module for rules in self.cache.rules.values()} - {0} == {None}
@@ -113,6 +115,9 @@ class StepRunner:
             return _joined([StepOutcome(failed=dict(refused)), *([self._together(others)] if others else [])])
         try:
             plan, sampled = step_plan(scheduled, allowed, self.executor.spec, self.limits.rejection)
+            if self.deferred is not None:
+                number, oldest = self.deferred.begin()
+                plan = replace(plan, number=number, oldest=oldest)
             result = self.executor.execute(plan, layers.begin(scheduled) if layers is not None else None)
         except Exception as error:
             if layers is not None:
@@ -139,6 +144,8 @@ class StepRunner:
         draft_rows = self._advance(scheduled, plan, failed)
         if self.adaptive is not None:
             draft_rows = limit_drafts(self.adaptive, draft_rows)
+        if self.deferred is not None:
+            draft_rows = self.deferred.due(draft_rows)
         for drafted in draft_rows:
             request = drafted.request
             self.cache.plan_checkpoints(request.kv, request.token_ids, drafted.start, drafted.stop, "draft")
@@ -248,7 +255,8 @@ class StepRunner:
             self.cache.accept(request.kv, num_accepted, request.num_computed)
             if self.executor.spec.drafts and request.finish_reason is None:
                 num_drafts = self.limits.num_drafts(request) if drafts else 0
-                drafted = DraftRows(request, first, rows.start, request.num_computed, num_drafts)
+                features = (FeatureRows(plan.number, first, request.num_computed - rows.start),)
+                drafted = DraftRows(request, features, rows.start, request.num_computed, num_drafts)
                 if self.drafts_from_tokens and request.num_drafted < rows.start:
                     late.append((request, num_drafts))
                 else:
@@ -334,6 +342,7 @@ def _catch_up(late: Sequence[tuple[Request, int]], budget: int) -> list[DraftRow
         start = request.num_drafted
         stop = min(request.num_computed, start + budget)
         if stop > start:
-            found.append(DraftRows(request, 0, start, stop, num_drafts if stop == request.num_computed else 0))
+            none = (FeatureRows(0, 0, stop - start),)
+            found.append(DraftRows(request, none, start, stop, num_drafts if stop == request.num_computed else 0))
             budget -= stop - start
     return found

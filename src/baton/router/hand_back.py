@@ -121,7 +121,7 @@ class HandBacks:
             async with timeout(limit_s):
                 expected = back.held + back.num_tokens
                 leg = self._connector.prefix_leg(request, back.source, prefill, mode, expected)
-                num_tokens = await self._move(leg, len(request.prompt_token_ids), back.held, drain)
+                arrived = await self._move(leg, len(request.prompt_token_ids), back.held, drain)
         except HandoffError as error:
             self._failed(error.reason)
             if error.reason == "prefix_missing":
@@ -132,9 +132,12 @@ class HandBacks:
             self._failed("timeout")
             self._pace_of(back.source, prefill).measure(now() - began, back.num_tokens)
         else:
+            num_tokens = arrived.num_cached_tokens - back.held
             self.counts["completed"] += 1
             self.num_tokens += num_tokens
-            self._pace_of(back.source, prefill).measure(now() - began, max(1, num_tokens))
+            # Steps of other requests would have delayed the prompt as well.
+            seconds = max(now() - began - (arrived.queued_s or 0.0), 0.0)
+            self._pace_of(back.source, prefill).measure(seconds, max(1, num_tokens))
 
     def on_first_token(
         self, request: GenerateRequest, prefill: PooledEngine, first: TokenChunk, seconds: float
@@ -144,8 +147,8 @@ class HandBacks:
         if num_computed >= _MEASURED_TOKENS:
             self._compute_pace(prefill).measure(max(seconds - (first.queued_s or 0.0), 0.0), num_computed)
 
-    async def _move(self, leg: PrefixLeg, num_prompt: int, held: int, drain: Callable[[Chunks], None]) -> int:
-        """Move what the source holds. Returns how many tokens more than `held` the destination then holds."""
+    async def _move(self, leg: PrefixLeg, num_prompt: int, held: int, drain: Callable[[Chunks], None]) -> TokenChunk:
+        """Move what the source holds. Returns the destination's last chunk."""
         source = leg("prefill", num_prompt - 1, 0, num_prompt - held - max(1, self._config.min_hand_back_length))
         ended = False
         try:
@@ -153,15 +156,17 @@ class HandBacks:
             if offer.finish_reason is not None:
                 ended = True
                 raise error_of_chunk(offer.error)
-            found = 0
+            arrived: TokenChunk | None = None
             async with contextlib.aclosing(leg("decode", offer.num_cached_tokens, offer.window_start, None)) as chunks:
                 async for chunk in chunks:
                     if chunk.finish_reason not in ("length", None):
                         raise error_of_chunk(chunk.error)
-                    found = chunk.num_cached_tokens
+                    arrived = chunk
             ended = True
             drain(source)  # it ends when the source's pages are free
-            return found - held
+            if arrived is None:
+                raise EngineUnavailableError("the destination ended its leg without an answer")
+            return arrived
         except StopAsyncIteration:
             raise EngineUnavailableError("the source ended its leg without an answer") from None
         finally:

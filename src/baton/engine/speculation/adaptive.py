@@ -19,6 +19,7 @@ from baton.engine.speculation.acceptance import AcceptanceRates, Counts
 from baton.engine.speculation.choice import IntArray, RoundCosts, choose_drafts
 from baton.engine.speculation.cost_model import LinearCost
 from baton.engine.speculation.probe import draft_probe, target_probe
+from baton.engine.speculation.trials import Trials
 
 if TYPE_CHECKING:
     from baton.engine.executor import Executor
@@ -55,28 +56,38 @@ class DraftCounts(Protocol):
 
 
 class AdaptiveDrafts:
-    """`timer`: seconds, for the costs of forwards."""
+    """`timer`: seconds, for the costs of forwards. `steps_per_pass`: the drafter computes the rows of so many steps at
+    once for requests without drafts."""
 
-    def __init__(self, most: int, timer: Callable[[], float] = time.monotonic) -> None:
-        self.timer, self._most = timer, most
+    def __init__(self, most: int, timer: Callable[[], float] = time.monotonic, steps_per_pass: int = 1) -> None:
+        self.timer, self._most, self._steps_per_pass = timer, most, steps_per_pass
         self._rates = AcceptanceRates(most)
         self._own: WeakKeyDictionary[Request, Counts] = WeakKeyDictionary()
         self.target_cost = LinearCost((1.0, 16.0, 8.0, 4096.0, 16384.0, *[16.0] * len(_KNEES)))
         self.drafter_cost = LinearCost((1.0, 16.0, 1.0, 4.0, 16.0))
         self._num_choices = self._num_steps = 0
+        self._trials = Trials()
+        self._num_accepted = 0  # in this step
+        self._draft_s = 0.0  # of this step's drafts
         self._chosen: dict[str, int] = {}
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         if request not in self._own:
             self._own[request] = self._rates.new()
         self._rates.verified(self._own[request], num_drafts, num_accepted)
+        self._num_accepted += num_accepted
 
     def computed(self, scheduled: Sequence[ScheduledRows], seconds: float) -> None:
         self._num_steps += 1
-        if self._measures and not any(rows.request.is_prefilling for rows in scheduled):
+        decodes = not any(rows.request.is_prefilling for rows in scheduled)
+        if decodes:
+            self._trials.computed(len(scheduled) + self._num_accepted, self._draft_s + seconds)
+        self._num_accepted, self._draft_s = 0, 0.0
+        if self._measures and decodes:
             self._observe(self.target_cost, _parts([(rows.num_rows, rows.start) for rows in scheduled]), seconds)
 
     def drafted(self, draft_rows: Sequence[DraftRows], seconds: float) -> None:
+        self._draft_s += seconds
         if self._measures:
             num_rows = sum(rows.stop - rows.start for rows in draft_rows)
             self._observe(self.drafter_cost, draft_parts(num_rows, [rows.num_drafts for rows in draft_rows]), seconds)
@@ -96,6 +107,10 @@ class AdaptiveDrafts:
         found = [self._chosen.get(request.request_id) for request in requests]
         if self._num_choices % CHOOSE_EVERY == 0 or None in found:
             counts = self._best(requests, bounds)
+            if not counts.any():
+                self._trials.end()
+            elif not self._trials.begin(len(requests)):
+                counts = np.zeros_like(counts)
             self._chosen = {request.request_id: k for request, k in zip(requests, counts.tolist(), strict=True)}
         else:
             counts = np.array(found, dtype=np.int64)
@@ -112,7 +127,9 @@ class AdaptiveDrafts:
         _, row, _, _, row_context, *beyond = self.target_cost.each()
         _, _, start, depth, draft = self.drafter_cost.each()
         base = self.target_cost.seconds(_parts([(1, c) for c in contexts.tolist()]))
-        base += self.drafter_cost.seconds(draft_parts(len(contexts), [0]))
+        entries, steps = self.drafter_cost.seconds(draft_parts(len(contexts), [0])), self._steps_per_pass
+        waiting = self.drafter_cost.seconds(draft_parts(steps * len(contexts), [0])) / steps
+        base, start = base + waiting, start + entries - waiting
         each = np.maximum(row + row_context * contexts + draft, 1e-12)
         rows = len(contexts) + np.arange(1 + len(contexts) * self._most)
         more = sum(cost * np.maximum(rows - knee, 0) for cost, knee in zip(beyond, _KNEES, strict=True))

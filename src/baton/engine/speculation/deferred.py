@@ -1,0 +1,55 @@
+"""Drafter rows that wait while their requests get no drafts.
+
+A drafter that reads the target's features needs a KV entry for every row, whether it drafts or not. With k "auto", the
+rows of a request without drafts wait: the executor keeps their features, and one pass computes the rows of several
+steps. A request that ends first saves them altogether.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from baton.engine.planning import DraftRows
+from baton.engine.request import Request, RequestStatus
+
+# Steps whose features are kept. Each pass costs as much as tens of rows, so few steps save most of it.
+MOST_STEPS = 8
+
+
+class DeferredRows:
+    def __init__(self) -> None:
+        self._step = 0
+        self._waiting: dict[Request, DraftRows] = {}
+
+    def begin(self) -> tuple[int, int]:
+        """The new step's number, from 1, and that of the first step whose features are still needed."""
+        # Rows of ended requests are not needed, and a preempted request starts over.
+        self._waiting = {
+            request: rows
+            for request, rows in self._waiting.items()
+            if request.status is RequestStatus.RUNNING and request.num_drafted == rows.start
+        }
+        self._step += 1
+        return self._step, min((rows.features[0].step for rows in self._waiting.values()), default=self._step)
+
+    def due(self, draft_rows: Sequence[DraftRows]) -> list[DraftRows]:
+        """The rows to compute now: those of requests with drafts, each with its waiting rows, or all once the first
+        has waited for long. A prompt's rows never wait, since caches and handoffs want them."""
+        joined = [self._joined(rows) for rows in draft_rows]
+        oldest = min((rows.features[0].step for rows in joined), default=self._step)
+        everything = self._step - oldest >= MOST_STEPS - 1
+        found = []
+        for rows in joined:
+            if everything or rows.num_drafts or rows.start < rows.request.prefill_len:
+                self._waiting.pop(rows.request, None)
+                found.append(rows)
+            else:
+                self._waiting[rows.request] = rows
+        return found
+
+    def _joined(self, rows: DraftRows) -> DraftRows:
+        before = self._waiting.get(rows.request)
+        if before is None or before.stop != rows.start:
+            return rows
+        return replace(rows, features=(*before.features, *rows.features), start=before.start)

@@ -1,0 +1,71 @@
+"""Whether drafts pay, by trial: tokens per second of steps with the chosen drafts against steps without any.
+
+The cost model extrapolates from batches of other sizes. Where drafts save little, its errors are larger than that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Of a past period's weight, per period of the same kind.
+_KEEP = 0.8
+# Periods until the worse kind is tried again, and if it is worse by more than `_CLEAR`.
+TRY_EVERY, TRY_SELDOM = 8, 32
+_CLEAR = 1.15
+# The batch is another if it has so many times as many requests, or so many times fewer.
+_OTHER_BATCH = 1.3
+
+
+@dataclass(slots=True)
+class Pace:
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def fade(self) -> None:
+        self.tokens, self.seconds = self.tokens * _KEEP, self.seconds * _KEEP
+
+
+class Trials:
+    def __init__(self) -> None:
+        self._num_requests = self._num_periods = 0
+        self._paces = {True: Pace(), False: Pace()}
+        self._drafts: bool | None = None  # of this period
+        self._first = True
+
+    def begin(self, num_requests: int) -> bool:
+        """A new period: whether it drafts."""
+        if not self._num_requests / _OTHER_BATCH < num_requests < self._num_requests * _OTHER_BATCH:
+            self._num_requests, self._num_periods = num_requests, 0
+            self._paces = {True: Pace(), False: Pace()}
+        drafts = self._next()
+        if drafts != self._drafts:
+            self._first = True
+        self._drafts = drafts
+        self._paces[drafts].fade()
+        return drafts
+
+    def _next(self) -> bool:
+        self._num_periods += 1
+        with_drafts, without = self._paces[True].per_second, self._paces[False].per_second
+        if not with_drafts or not without:
+            return not with_drafts
+        ratio = max(with_drafts / without, without / with_drafts)
+        tries = self._num_periods % (TRY_SELDOM if ratio > _CLEAR else TRY_EVERY) == 0
+        return (with_drafts > without) != tries
+
+    def end(self) -> None:
+        """Steps from now on are not compared."""
+        self._drafts = None
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """A step. The first one after a change still verifies, or lacks, the last period's drafts."""
+        if self._drafts is None:
+            return
+        if not self._first:
+            self._paces[self._drafts].tokens += tokens
+            self._paces[self._drafts].seconds += seconds
+        self._first = False

@@ -1,0 +1,110 @@
+"""Drafter rows that wait while their requests get no drafts: later drafts are the same as if they had not waited."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from baton.engine.plan import DraftPlan, DraftResult
+from baton.engine.planning import DraftRows, FeatureRows
+from baton.engine.request import Request, RequestStatus
+from baton.engine.speculation.adaptive import AdaptiveDrafts
+from baton.engine.speculation.deferred import MOST_STEPS, DeferredRows
+from baton.wire import SamplingParams
+from testkit.engines import EAGLE3, Stepped, stepped
+from tests.engine.speculation.test_adaptive import auto, prompts_of
+
+PARAMS = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+
+
+class Rarely(AdaptiveDrafts):
+    """Drafts at few lengths of a request."""
+
+    def choose(self, requests: Sequence[Request], most: Sequence[int]) -> np.ndarray:
+        lengths = np.array([len(request.token_ids) for request in requests])
+        return np.where(lengths % 11 == 0, np.minimum(np.array(most), 3), 0)
+
+
+def run(one: Stepped, waits: bool) -> tuple[list[list[list[int]]], list[list[int]], int]:
+    """The drafts of each pass that drafted, how many were accepted by stream, and the number of passes."""
+    steps = one.core.steps
+    steps.adaptive, steps.deferred = Rarely(8), DeferredRows() if waits else None
+    plans: list[DraftPlan] = []
+    found: list[list[list[int]]] = []
+    draft = steps.executor.draft
+
+    def noted(plan: DraftPlan) -> DraftResult:
+        result = draft(plan)
+        plans.append(plan)
+        found.append([ids for ids in result.drafts if ids])
+        return result
+
+    steps.executor.draft = noted  # type: ignore[method-assign]
+    try:
+        streams = one.all_of(prompts_of(one), PARAMS)
+    finally:
+        steps.executor.draft = draft  # type: ignore[method-assign]
+    return [drafts for drafts in found if drafts], [stream.accepted for stream in streams], len(plans)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_drafts_after_rows_that_waited_are_the_same() -> None:
+    with stepped(speculative_config=auto(EAGLE3), kv_cache_memory=8 << 20, enable_prefix_caching=False) as one:
+        drafts, accepted, passes = run(one, waits=True)
+        assert drafts
+        assert any(map(sum, accepted))
+        expected, expected_accepted, all_passes = run(one, waits=False)
+        assert drafts == expected
+        assert accepted == expected_accepted
+        assert passes < all_passes / 2
+        assert len(one.core.steps.executor._features) <= 1  # type: ignore[attr-defined]
+
+
+class RequestStub:
+    prefill_len = 4
+
+    def __init__(self) -> None:
+        self.status, self.num_drafted = RequestStatus.RUNNING, 4
+
+
+def rows(request: Any, step: int, start: int, num_drafts: int = 0) -> DraftRows:
+    return DraftRows(request, (FeatureRows(step, 0, 1),), start, start + 1, num_drafts)
+
+
+def test_rows_wait_until_their_request_drafts() -> None:
+    deferred, first, second = DeferredRows(), RequestStub(), RequestStub()
+    assert deferred.begin() == (1, 1)
+    assert deferred.due([rows(first, 1, 3), rows(second, 1, 3)]) == [rows(first, 1, 3), rows(second, 1, 3)]  # prompts
+    assert deferred.begin() == (2, 2)
+    assert deferred.due([rows(first, 2, 4), rows(second, 2, 4)]) == []
+    assert deferred.begin() == (3, 2)
+    (due,) = deferred.due([rows(first, 3, 5, num_drafts=2), rows(second, 3, 5)])
+    assert (due.request, due.start, due.stop, due.num_drafts) == (first, 4, 6, 2)
+    assert due.features == (FeatureRows(2, 0, 1), FeatureRows(3, 0, 1))
+    first.num_drafted = 6
+    assert deferred.begin() == (4, 2)
+
+
+def test_all_rows_are_due_once_one_has_waited_for_long() -> None:
+    deferred, first, second = DeferredRows(), RequestStub(), RequestStub()
+    for step in range(1, MOST_STEPS):
+        deferred.begin()
+        assert deferred.due([rows(first, step, 3 + step)]) == []
+    assert deferred.begin() == (MOST_STEPS, 1)
+    found = deferred.due([rows(first, MOST_STEPS, 3 + MOST_STEPS), rows(second, MOST_STEPS, 4)])
+    assert [(one.request, one.start, one.stop) for one in found] == [(first, 4, 4 + MOST_STEPS), (second, 4, 5)]
+
+
+@pytest.mark.parametrize("cause", ["ended", "preempted"])
+def test_rows_of_requests_that_left_are_forgotten(cause: str) -> None:
+    deferred, request = DeferredRows(), RequestStub()
+    deferred.begin()
+    assert deferred.due([rows(request, 1, 4)]) == []
+    if cause == "ended":
+        request.status = RequestStatus.FINISHED
+    else:
+        request.num_drafted = 0
+    assert deferred.begin() == (2, 2)
