@@ -22,7 +22,7 @@ class Mailbox:
         self._turn_started: float | None = None
         self._wake = threading.Condition()
         self.stopping = False
-        self.delay_s = 0.0  # from post to take, of the item that was taken last
+        self.delay_s = 0.0  # from post to take, of the item that is handled
 
     def post(self, item: Posted) -> None:
         with self._wake:
@@ -49,6 +49,7 @@ class Mailbox:
                 posted, item = self._posted.popleft()
             self.delay_s = self.clock.monotonic() - posted
             yield item
+            self.delay_s = 0.0
 
     def begin_turn(self) -> None:
         self._turn_started = self.clock.monotonic()

@@ -9,10 +9,11 @@ _WEIGHT = 0.2
 class TokenPace:
     """A line fitted to measured durations by tokens: a fixed part and a part per token.
 
-    The first measurement includes connecting, and is ignored.
+    The first measurement includes connecting, and is ignored. `least`: measurements before anything is predicted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, least: int = 2) -> None:
+        self._least = least
         self.num_measured = 0
         self.num_passed_over = 0
         # Weighted means of tokens, seconds, their squares and products.
@@ -36,13 +37,13 @@ class TokenPace:
         return None if line is None else line[1]
 
     def predict(self, num_tokens: int) -> float | None:
-        """Seconds for `num_tokens`; None before the first measurement that counts."""
+        """Seconds for `num_tokens`; None before enough was measured."""
         line = self._line()
         return None if line is None else line[0] + line[1] * num_tokens
 
     def _line(self) -> tuple[float, float] | None:
         """Seconds for no token, and per token: neither below 0."""
-        if self.num_measured < 2:
+        if self.num_measured < self._least:
             return None
         spread = self._squares - self._tokens**2
         if spread > 0.01 * self._squares:

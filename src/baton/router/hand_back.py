@@ -25,6 +25,8 @@ from baton.wire import GenerateRequest, Mode, TokenChunk
 
 # A pair that was too slow is tried again after so many prompts.
 _TRY_AGAIN = 16
+# Moves between two engines before they are judged, with the first, which connects: one may wait for a busy source.
+_JUDGED_MOVES = 4
 # Fewer computed tokens are not measured.
 _MEASURED_TOKENS = 16
 # How long the prefill leg waits at least, for a pair that was measured.
@@ -95,7 +97,7 @@ class HandBacks:
         return None if whole is None or rest is None else whole - rest
 
     def _pace_of(self, source: PooledEngine, destination: PooledEngine) -> TokenPace:
-        return self._moving.setdefault((source.name, destination.name), TokenPace())
+        return self._moving.setdefault((source.name, destination.name), TokenPace(_JUDGED_MOVES))
 
     def _compute_pace(self, engine: PooledEngine) -> TokenPace:
         return self._computing.setdefault(engine.name, TokenPace())

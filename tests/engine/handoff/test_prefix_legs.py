@@ -16,11 +16,11 @@ from baton.engine.config import KVTransferConfig
 from baton.errors import ForbiddenError, RequestError
 from baton.handoff.protocol.ticket import prefix_digest
 from baton.sampling_params import SamplingParams
-from baton.wire import GenerateRequest, HandoffParams
+from baton.wire import GenerateRequest, HandoffParams, TokenChunk
 from benchmarks.parity.trial import Trial as Parity
 from testkit.checkpoints import kinds
 from testkit.checkpoints.granite import make_granite
-from testkit.engines import Mode, Moved, Pair, Stepped, Stream, pair, request, stepped
+from testkit.engines import Mode, Moved, Pair, Stepped, Stream, pair, random_prompt, request, stepped
 from tests.engine.models.test_every_kind import GREEDY, SIZES, Trial, prompt_of
 
 SHORT = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -146,6 +146,24 @@ def test_a_window_goes_back_that_came_by_a_handoff(target: str, drafter: str, si
             whole, rest = single.run(f"{name}+", second, GREEDY), turn(two, f"{name}+", second, GREEDY, mode)
             assert (rest.token_ids, rest.accepted) == (whole.token_ids, whole.accepted)
             assert two.prefill.streams[f"{name}+"].num_cached == found.destination.num_cached
+        two.settle()
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_the_destination_says_how_long_other_requests_delayed_a_prefix(busy: bool, tmp_path: Path) -> None:
+    with pair(tmp_path) as two:
+        first = random_prompt(40)
+        second = first + turn(two, "first", first, SHORT, "push").token_ids + random_prompt(9)
+        core, told = two.prefill.core, list[TokenChunk]()
+        emit = core.emit
+        core.emit = lambda chunk, last: (told.append(chunk), emit(chunk, last))[1]
+        other = two.prefill.add(request("other", random_prompt(30), SHORT)) if busy else None
+        assert moved(two, "back", second, "push").num_tokens > 0
+        (queued_s,) = (chunk.queued_s for chunk in told if chunk.request_id.startswith("back"))
+        assert queued_s is not None
+        assert (queued_s > 0.0) == busy
+        while other is not None and not other.ended:
+            two.step()
         two.settle()
 
 

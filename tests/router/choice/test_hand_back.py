@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from baton.errors import BatonError, EngineLostError
+from baton.observe.pace import TokenPace
 from baton.router.connectors.base import Connector, ConnectorConfig, PrefixLeg
 from baton.router.hand_back import HandBack, HandBacks, HandBackWatch
 from baton.router.leg_tasks import Chunks
@@ -126,9 +127,11 @@ def test_a_pair_that_is_slower_than_computing_is_tried_again_later(directory: Pa
     pool, backs, prompt = Pool(directory), on(Script()), PromptBlocks(NEXT)
     source, prefill = pool.decode[0], pool.prefill[0]
     source.known.learn(PromptBlocks(ANSWERED))
-    for seconds in (9.0, 0.3):  # the first includes connecting
+    for seconds in (9.0, 0.3, 0.3):  # the first includes connecting
         backs._pace_of(source, prefill).measure(seconds, 100)
         backs._compute_pace(prefill).measure(0.1, 100)
+    assert backs.choose(prompt, prefill, pool.engines) is not None, "too few to judge by"
+    backs._pace_of(source, prefill).measure(0.3, 100)
     found = [backs.choose(prompt, prefill, pool.engines) is not None for _ in range(32)]
     assert [number for number, chosen in enumerate(found) if chosen] == [15, 31]
     assert backs.counts["too_slow"] == 30
@@ -164,6 +167,18 @@ async def test_the_prefill_leg_begins_when_the_prefix_is_there(directory: Path) 
     assert (backs.counts, backs.num_tokens) == ({"completed": 1}, 288)
     assert "router_hand_backs" in {row[0].removeprefix("baton:") for row in backs.rows()}
     assert backs.describe()["num_tokens"] == 288
+
+
+async def test_waiting_for_other_requests_is_no_time_of_the_move(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[tuple[float, int]] = []
+    monkeypatch.setattr(TokenPace, "measure", lambda _, seconds, tokens: measured.append((seconds, tokens)))
+    for queued_s in (None, 3600.0):
+        script = Script(prefill=[chunk(304)], decode=[chunk(288, finish_reason="length", queued_s=queued_s)])
+        await moved(script, directory)
+    (first, tokens), *_, last = [one for one in measured if one[1] == 288]
+    assert (first > 0.0, tokens, last) == (True, 288, (0.0, 288))
 
 
 MISSING = chunk(finish_reason="error", error="prefix_missing: too little")
