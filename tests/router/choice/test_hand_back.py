@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from baton.errors import BatonError, EngineLostError
-from baton.observe.pace import TokenPace
 from baton.router.connectors.base import Connector, ConnectorConfig, PrefixLeg
 from baton.router.hand_back import HandBack, HandBacks, HandBackWatch
 from baton.router.leg_tasks import Chunks
@@ -127,23 +126,28 @@ def test_a_pair_that_is_slower_than_computing_is_tried_again_later(directory: Pa
     pool, backs, prompt = Pool(directory), on(Script()), PromptBlocks(NEXT)
     source, prefill = pool.decode[0], pool.prefill[0]
     source.known.learn(PromptBlocks(ANSWERED))
+    pace = backs._pace_of(source, prefill)
     for seconds in (9.0, 0.3, 0.3):  # the first includes connecting
-        backs._pace_of(source, prefill).measure(seconds, 100)
+        pace.measure(seconds, 100)
         backs._compute_pace(prefill).measure(0.1, 100)
     assert backs.choose(prompt, prefill, pool.engines) is not None, "too few to judge by"
-    backs._pace_of(source, prefill).measure(0.3, 100)
+    pace.measure(0.3, 100)
     found = [backs.choose(prompt, prefill, pool.engines) is not None for _ in range(32)]
     assert [number for number, chosen in enumerate(found) if chosen] == [15, 31]
     assert backs.counts["too_slow"] == 30
     assert backs.choose(prompt, pool.prefill[1], pool.engines) is not None, "another pair is not known yet"
     for _ in range(8):
-        backs._pace_of(source, prefill).measure(0.001, 100)
+        pace.measure(0.001, 100)
     assert backs.choose(prompt, prefill, pool.engines) is not None
 
 
-async def moved(script: Script, directory: Path, **settings: Any) -> tuple[HandBacks, Pool]:
-    """A prefill leg with a hand-back before it. Its chunk comes in any case."""
+async def moved(
+    script: Script, directory: Path, measured: Sequence[float] = (), **settings: Any
+) -> tuple[HandBacks, Pool]:
+    """A prefill leg with a hand-back before it. Its chunk comes in any case. `measured`: seconds of earlier moves."""
     pool, backs, drained = Pool(directory), on(script, **settings), list[Chunks]()
+    for seconds in measured:
+        backs._pace_of(pool.decode[0], pool.prefill[0]).measure(seconds, 288)
     pool.decode[0].known.learn(PromptBlocks(ANSWERED))
 
     async def leg() -> AsyncGenerator[TokenChunk, None]:
@@ -169,16 +173,12 @@ async def test_the_prefill_leg_begins_when_the_prefix_is_there(directory: Path) 
     assert backs.describe()["num_tokens"] == 288
 
 
-async def test_waiting_for_other_requests_is_no_time_of_the_move(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured: list[tuple[float, int]] = []
-    monkeypatch.setattr(TokenPace, "measure", lambda _, seconds, tokens: measured.append((seconds, tokens)))
-    for queued_s in (None, 3600.0):
-        script = Script(prefill=[chunk(304)], decode=[chunk(288, finish_reason="length", queued_s=queued_s)])
-        await moved(script, directory)
-    (first, tokens), *_, last = [one for one in measured if one[1] == 288]
-    assert (first > 0.0, tokens, last) == (True, 288, (0.0, 288))
+@pytest.mark.parametrize("queued_s", [None, 3600.0])
+async def test_waiting_for_other_requests_is_no_time_of_the_move(queued_s: float | None, directory: Path) -> None:
+    script = Script(prefill=[chunk(304)], decode=[chunk(288, finish_reason="length", queued_s=queued_s)])
+    backs, _ = await moved(script, directory, measured=(9.0, 1e-6, 1e-6))
+    ((_, per_s),) = backs.describe()["moved_tokens_per_s"].items()  # type: ignore[attr-defined]
+    assert (per_s == 432_000_000) == (queued_s is not None)
 
 
 MISSING = chunk(finish_reason="error", error="prefix_missing: too little")

@@ -17,7 +17,7 @@ _OTHER_BATCH = 1.3
 
 
 @dataclass(slots=True)
-class Pace:
+class StepRate:
     tokens: float = 0.0
     seconds: float = 0.0
 
@@ -32,7 +32,7 @@ class Pace:
 class Trials:
     def __init__(self) -> None:
         self._num_requests = self._num_periods = 0
-        self._paces = {True: Pace(), False: Pace()}
+        self._rates = {True: StepRate(), False: StepRate()}
         self._drafts: bool | None = None  # of this period
         self._first = True
 
@@ -40,17 +40,17 @@ class Trials:
         """A new period: whether it drafts."""
         if not self._num_requests / _OTHER_BATCH < num_requests < self._num_requests * _OTHER_BATCH:
             self._num_requests, self._num_periods = num_requests, 0
-            self._paces = {True: Pace(), False: Pace()}
+            self._rates = {True: StepRate(), False: StepRate()}
         drafts = self._next()
         if drafts != self._drafts:
             self._first = True
         self._drafts = drafts
-        self._paces[drafts].fade()
+        self._rates[drafts].fade()
         return drafts
 
     def _next(self) -> bool:
         self._num_periods += 1
-        with_drafts, without = self._paces[True].per_second, self._paces[False].per_second
+        with_drafts, without = self._rates[True].per_second, self._rates[False].per_second
         if not with_drafts or not without:
             return not with_drafts
         ratio = max(with_drafts / without, without / with_drafts)
@@ -66,6 +66,6 @@ class Trials:
         if self._drafts is None:
             return
         if not self._first:
-            self._paces[self._drafts].tokens += tokens
-            self._paces[self._drafts].seconds += seconds
+            self._rates[self._drafts].tokens += tokens
+            self._rates[self._drafts].seconds += seconds
         self._first = False
