@@ -1,6 +1,6 @@
-"""`python -m testkit.vllm.killed_ranks`: many requests through a router over two vLLM servers, each of two
-data-parallel ranks that share experts, with MTP. Clients leave at random moments, and one rank of each server is killed
-and its server restarted.
+"""`python -m testkit.vllm.killed_ranks`: many requests, by push and by pull, through a router over two vLLM servers,
+each of two data-parallel ranks with half of the experts, with MTP. Clients leave at random moments, and one rank of
+each server is killed and its server restarted.
 
 Each answer must be one vLLM's tokens, or an error that says why. After each kill, and at the end, no rank may hold a
 block. Needs vLLM's environment (`tools/install_vllm.py`).
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -38,19 +39,19 @@ from testkit.vllm.answers import Answer, same
 from testkit.vllm.checkpoints import MLA, MTP, deepseek_experts
 from testkit.vllm.checks import alone
 from testkit.vllm.quiet import small_servers
-from testkit.vllm.servers import LIMIT_S, REQUEST_TIMEOUT, Server, demo_prompts, request, serve, wait_idle
+from testkit.vllm.servers import LIMIT_S, Server, demo_prompts, request, serve, wait_idle
 
-FLAGS = ["--attention-backend", MLA]
-LEASE_S = 15.0
-ROLES = {"P": "kv_producer", "D": "kv_consumer"}
 RANKS = 2
-OUTAGE = 40  # requests that are sent while a server is dead or dying
+FLAGS = ["--attention-backend", MLA, "--data-parallel-size", str(RANKS), "--enable-expert-parallel"]
+LEASE_S = 15.0
+TIMEOUT = aiohttp.ClientTimeout(total=LIMIT_S)
+ROLES = {"P": "kv_producer", "D": "kv_consumer"}
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """`requests` of `at_once` clients, of `prompts` different ones; a share `leaving` of the clients leaves. `kills`:
-    server and rank.
+    """`requests` of `at_once` clients, of `prompts` different ones; a share `leaving` of the clients leaves. `outage`:
+    requests that are sent while a server is dead or dying. `seed`: of all choices.
     """
 
     requests: int = 2000
@@ -58,13 +59,19 @@ class Config:
     prompts: int = 40
     num_tokens: int = 16
     leaving: float = 0.1
-    kills: tuple[tuple[str, int], ...] = (("P", 1), ("D", 0))
+    outage: int = 40
+    seed: int = 0
+
+    @property
+    def kills(self) -> tuple[tuple[str, int], ...]:
+        """Of servers and ranks."""
+        return (("P", (self.seed + 1) % RANKS), ("D", self.seed % RANKS))
 
 
 @dataclass(slots=True)
 class Report:
-    """`ends`: requests by outcome. `wrong`: answers that are neither exact nor named errors. `dead_s`: how long a
-    server outlived its killed rank. `status`: the router's at the end.
+    """`ends`: requests by outcome. `wrong`: what may not be: answers that are neither exact nor named errors. `dead_s`:
+    how long a server outlived its killed rank. `status`: the router's at the end.
     """
 
     ends: Counter[str] = field(default_factory=Counter)
@@ -74,7 +81,12 @@ class Report:
 
     def counts(self) -> str:
         counts = ", ".join(f"{count} {end}" for end, count in sorted(self.ends.items()))
-        return f"{self.ends.total()} requests: {counts}; {len(self.wrong)} wrong answers"
+        return f"{self.ends.total()} requests: {counts}; {len(self.wrong)} wrong"
+
+    def check_handoffs(self) -> None:
+        """Most answers must come from handoffs."""
+        if (completed := self.status["handoffs"]["completed"]) < self.ends["exact"] // 2:
+            self.wrong.append(f"{completed} handoffs were completed")
 
     def text(self) -> str:
         lines = [self.counts(), *self.wrong[:5]]
@@ -93,15 +105,13 @@ def signal_rank(server: VllmServer, rank: int, number: signal.Signals) -> None:
     raise AssertionError(f"{server.name} has no rank {rank}")
 
 
-def run_killed_ranks(config: Config) -> Report:
-    """Run everything. All processes have ended when this returns."""
-    with tempfile.TemporaryDirectory(prefix="baton-ranks-") as directory, small_servers(Path(directory) / "quiet"):
-        folder = Path(directory)
-        deepseek_experts(folder / "model")
-        rng = random.Random(5)
-        prompts = demo_prompts([rng.randrange(2, 400) for _ in range(config.prompts)], seed=61)
-        make_keys(folder / "keys", [*ROLES])
-        return asyncio.run(_Run(config, folder, prompts).run())
+def run_killed_ranks(config: Config, folder: Path) -> Report:
+    """Run everything under `small_servers`, with logs in `folder`. All processes have ended when this returns."""
+    deepseek_experts(folder / "model")
+    rng = random.Random(config.seed)
+    prompts = demo_prompts([rng.randrange(2, 400) for _ in range(config.prompts)], seed=config.seed)
+    make_keys(folder / "keys", [*ROLES])
+    return asyncio.run(_Run(config, folder, prompts).run())
 
 
 class _Run:
@@ -120,10 +130,12 @@ class _Run:
             self._expected = await alone(one, self._prompts, self._config.num_tokens)
             urls = {n: tuple(f"{s.url}#dp_rank={rank}" for rank in range(RANKS)) for n, s in self._servers.items()}
             key = load_or_create_key(ticket_key_file(self._folder / "keys"))
-            settings = RouterConfig(prefill=urls["P"], decode=urls["D"], ticket_key=key, engine="vllm")
+            own = RouterConfig(ticket_key=key, engine="vllm", allow_mode_override=True)
+            settings = dataclasses.replace(own, prefill=urls["P"], decode=urls["D"])
             async with served(await build_app(settings)) as url, aiohttp.ClientSession() as self._session:
                 await self._all(url)
                 self._report.status = await status_of(self._session, url)
+                self._report.check_handoffs()
         finally:
             for running in self._running.values():
                 await asyncio.to_thread(running.close)
@@ -131,7 +143,7 @@ class _Run:
 
     def _start(self, name: str) -> None:
         """At its own port, again if it has died."""
-        flags = [*FLAGS, "--data-parallel-size", str(RANKS), "--port", str(self._ports[name])]
+        flags = [*FLAGS, "--port", str(self._ports[name])]
         hooks = {name: "collectives.Gathering"}
         running, model = contextlib.ExitStack(), self._folder / "model"
         configs = [(name, ROLES[name], flags)]
@@ -160,8 +172,8 @@ class _Run:
                 await asyncio.sleep(0.1)
         self._report.dead_s[f"rank {rank} of {name}"] = time.monotonic() - self._killed
         with contextlib.suppress(ProcessLookupError):
-            server.kill()
-        self._running.pop(name).close()
+            await asyncio.to_thread(server.kill)
+        await asyncio.to_thread(self._running.pop(name).close)
         server.log.rename(server.log.with_suffix(".killed"))
 
     async def _until_ready(self, url: str) -> None:
@@ -175,14 +187,14 @@ class _Run:
         await asyncio.to_thread(wait_idle, *found)
 
     async def _send(self, url: str, num: int, kill: Callable[[], None] | None = None) -> None:
-        """With `kill`, call it `OUTAGE` requests before the end, in the midst of others. A client whose request failed
-        sends no other one in this round."""
+        """With `kill`, call it when all but `outage` requests have been sent, in the midst of others. A client whose
+        request failed sends no other one in this round."""
         end = self._sent + num
         numbers = iter(range(self._sent, end))
 
         async def client() -> None:
             for number in numbers:
-                if kill is not None and number == end - OUTAGE:
+                if kill is not None and number == end - self._config.outage:
                     kill()
                     self._killed = time.monotonic()
                 self._sent += 1
@@ -193,9 +205,10 @@ class _Run:
 
     async def _one(self, url: str, number: int) -> bool:
         """Returns whether it was answered, or left."""
-        rng, report = random.Random(number), self._report
+        rng, report = random.Random(f"{self._config.seed} {number}"), self._report
         which = rng.randrange(len(self._prompts))
-        task = asyncio.create_task(self._complete(url, request(self._prompts[which], self._config.num_tokens)))
+        body = request(self._prompts[which], self._config.num_tokens, kv_mode=rng.choice(["push", "pull"]))
+        task = asyncio.create_task(self._complete(url, body))
         if rng.random() < self._config.leaving:
             await asyncio.wait([task], timeout=rng.random())
             if task.cancel():
@@ -204,7 +217,7 @@ class _Run:
                 return True
         try:
             status, body = await task
-        except (aiohttp.ClientError, ValueError) as error:
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             report.ends["wrong"] += 1
             report.wrong.append(f"request {number}: {error!r}")
             return False
@@ -214,14 +227,15 @@ class _Run:
             if not error.get("message"):
                 report.wrong.append(f"request {number}: {body}")
             return False
-        verdict = same(Answer.of(body), self._expected[which])
+        found, want = Answer.of(body), self._expected[which]
+        verdict = same(found, want) if len(found.tokens) == len(want.tokens) else False
         report.ends["exact" if verdict else "near tie" if verdict is None else "wrong"] += 1
         if verdict is False:
-            report.wrong.append(f"request {number}: {Answer.of(body)} instead of {self._expected[which]}")
+            report.wrong.append(f"request {number}: {found} instead of {want}")
         return True
 
     async def _complete(self, url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        async with self._session.post(f"{url}/v1/completions", json=body, timeout=REQUEST_TIMEOUT) as response:
+        async with self._session.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT) as response:
             return response.status, await response.json()
 
 
@@ -229,8 +243,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=Config().requests)
     parser.add_argument("--at-once", type=int, default=Config().at_once)
+    parser.add_argument("--seed", type=int, default=Config().seed)
+    parser.add_argument("--folder", type=Path, help="for logs; by default they are not kept")
     arguments = parser.parse_args()
-    report = run_killed_ranks(Config(requests=arguments.requests, at_once=arguments.at_once))
+    config = Config(requests=arguments.requests, at_once=arguments.at_once, seed=arguments.seed)
+    with tempfile.TemporaryDirectory(prefix="baton-ranks-") as directory, small_servers(Path(directory) / "quiet"):
+        report = run_killed_ranks(config, arguments.folder or Path(directory))
     print(report.text())
     return 1 if report.wrong or not report.ends["exact"] else 0
 
