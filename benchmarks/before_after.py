@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from baton.bench.client import Streamed, stream_completion
+from baton.bench.timed_stream import Streamed, stream_completion
 from baton.deployment import BATON
 from simulation.served import served
 

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import openai
 
-from baton.bench.client import Streamed, stream_completion
+from baton.bench.timed_stream import Streamed, stream_completion
 from baton.deployment import Deployment
 from baton.sampling_params import SamplingParams
 from baton.text import Tokenizer

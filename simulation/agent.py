@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from baton.handoff.agent.agent import HandoffAgent
-from baton.handoff.agent.calls import DecodeLeg, DecodePages, GiveUp, LegEvent, PrefillLeg
 from baton.handoff.agent.instance import InstanceAgent
+from baton.handoff.agent.leg_events import DecodeLeg, DecodePages, GiveUp, LegEvent, PrefillLeg
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol.events import Declared, DecodeAdmitted, LayersWithdrawn, LayersWritten, Sampled
 from baton.handoff.protocol.messages import AttemptKey

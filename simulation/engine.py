@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from baton.engine.core import EngineCore
-from baton.engine.handoff import HandoffLegs
-from baton.engine.layer_stream import LayerStream
-from baton.engine.leg import LegSettings
+from baton.engine.legs.handoff_legs import HandoffLegs
+from baton.engine.legs.layer_stream import LayerStream
+from baton.engine.legs.leg import LegSettings
 from baton.engine.mailbox import Mailbox
 from baton.engine.metrics import EngineMetrics
 from baton.engine.request import Request, RequestStatus
-from baton.engine.requests import make_request
+from baton.engine.request_checks import make_request
 from baton.engine.sampling.stopping import until_stop
 from baton.engine.scheduler import Scheduler
 from baton.engine.step import DecodingLimits

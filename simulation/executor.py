@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from baton.engine.plan import DraftPlan, DraftResult, DraftSlots, PlanSpec, Rows, StepPlan, StepResult, Written
 from baton.engine.request import Request
+from baton.engine.step_plans import DraftPlan, DraftResult, DraftSlots, PlanSpec, Rows, StepPlan, StepResult, Written
 from baton.kv.spec import Owner
 from baton.sampling_params import SamplingParams
 from simulation.modelled.memory import GroupMemory

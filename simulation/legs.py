@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from baton.errors import BatonError, DrainingError, EngineLostError, EngineUnavailableError
-from baton.openai.http.errors import to_api_error
+from baton.openai.http.api_errors import to_api_error
 from baton.router.clients.engine_client import EngineClient, error_of_response
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
 

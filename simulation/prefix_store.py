@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from baton.engine.request import Request
-from baton.kv.states import StatePool
+from baton.kv.state_pool import StatePool
 
 if TYPE_CHECKING:
     from simulation.engine import Engine

@@ -19,8 +19,7 @@ import msgspec
 
 from baton.errors import BatonError, HandoffError
 from baton.handoff.protocol.ticket import Ticket, sign_ticket
-from baton.kv.tables import BlockTables
-from baton.router.backend import RouterBackend
+from baton.kv.block_tables import BlockTables
 from baton.router.connectors.base import Connector, ConnectorConfig
 from baton.router.connectors.baton import EngineConnector
 from baton.router.hand_back import HandBack, HandBacks
@@ -28,6 +27,7 @@ from baton.router.policies import PolicyConfig, create_policies
 from baton.router.pool import EnginePool
 from baton.router.pooled_engine import PooledEngine
 from baton.router.prefixes import PromptBlocks
+from baton.router.router_backend import RouterBackend
 from baton.router.routes import Routes
 from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingParams

@@ -19,8 +19,8 @@ from torch import Tensor
 from baton.engine.build import Engine, build_engine
 from baton.engine.config import EngineConfig, KVTransferConfig, SpeculativeConfig
 from baton.engine.executor import LocalExecutor
-from baton.engine.plan import DraftPlan, DraftResult
-from baton.engine.requests import make_request
+from baton.engine.request_checks import make_request
+from baton.engine.step_plans import DraftPlan, DraftResult
 from baton.handoff.protocol.ticket import Ticket, load_or_create_key, prefix_digest, request_digest, sign_ticket
 from baton.sampling_params import SamplingParams
 from baton.wire import FinishReason, GenerateRequest, HandoffParams, LegRole, TokenChunk, TokenLogprobs

@@ -13,8 +13,8 @@ import torch
 from baton.drafters.base import DraftBatch
 from baton.drafters.eagle3 import Eagle3
 from baton.drafters.head import HeadDrafter
-from baton.engine.plan import Noise
 from baton.engine.sampling.sampler import DraftSampler
+from baton.engine.step_plans import Noise
 from baton.models.base import Embedding
 from baton.models.layers.linear import Linear
 from testkit.layers import LayerKind, PagedRequests, build_of, config_of, fill

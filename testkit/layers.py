@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from baton.engine.attention.base import AttnBatch, AttnRows
 from baton.engine.attention.registry import get_backend
-from baton.models.cache import KVRegion, KVRegions
 from baton.models.config import ModelConfig, RopeSpec
+from baton.models.layer_cache import KVRegion, KVRegions
 from baton.models.layers.decoder_layer import DecoderLayer
 from baton.models.layers.linear import Build, Linear
 

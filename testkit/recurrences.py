@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from baton.models.cache import Recurrence, ScanRows, StateLayerSpec, States
+from baton.models.layer_cache import Recurrence, ScanRows, StateLayerSpec, States
 
 HIDDEN = 32
 LENGTH = 150

@@ -269,7 +269,7 @@ def test_planner_and_protocol_need_no_torch(package: str) -> None:
 
 def test_what_decides_in_an_engine_needs_no_torch() -> None:
     """Everything but the executor and its dependencies: the simulator runs it over cells."""
-    names = ("core", "scheduler", "handoff", "step", "requests")
+    names = ("core", "scheduler", "legs.handoff_legs", "step", "request_checks")
     command = f"import sys, {', '.join('baton.engine.' + name for name in names)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", command], timeout=60).returncode == 0
 
@@ -279,7 +279,7 @@ def test_commands_without_a_model_need_no_torch() -> None:
     checkpoint that cannot be served is refused before torch is imported."""
     command = (
         "import sys; import baton.cli, baton.cli.roles, baton.deployment, baton.router.app\n"
-        "from baton.engine.config.engine import EngineConfig\n"
+        "from baton.engine.config.engine_config import EngineConfig\n"
         "EngineConfig(model='models/baton-demo-llama').located()\n"
         "sys.exit(str({'torch', 'numba', 'transformers'} & set(sys.modules) or 0))"
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from baton.engine.leg import LEG
+from baton.engine.legs.leg import LEG
 from baton.errors import ProtocolError, UndefinedTransitionError
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol import messages as msg

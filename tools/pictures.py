@@ -13,10 +13,10 @@ from typing import Any
 
 from baton.handoff.protocol import messages as msg
 from baton.handoff.protocol.transitions import DECODE, PREFILL, Table
+from baton.kv.block_tables import BlockTables
 from baton.kv.cache import KVCache
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec, kv_planes
-from baton.kv.tables import BlockTables
 
 FOLDER = Path(__file__).parents[1] / "docs/pictures"
 INK, GREY, BLUE, GREEN, RED, AMBER, WHITE = "#1f2933", "#7b8794", "#d6e4f5", "#d9eedb", "#f9dcd9", "#fbeccb", "#ffffff"

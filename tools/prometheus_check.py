@@ -31,7 +31,7 @@ import aiohttp
 import typer
 import yaml
 
-from baton.bench.client import stream_completion
+from baton.bench.timed_stream import stream_completion
 from baton.deployment import Deployment
 from tools.grafana import FOLDER
 

@@ -9,7 +9,7 @@ import types
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-from baton.cli.settings import FLAG_VARIABLES
+from baton.cli.flag_sources import FLAG_VARIABLES
 from baton.engine.config import ServingSettings, declared_settings
 from baton.router.config.router_settings import RouterSettings
 from baton.setting import DeclaredSetting

@@ -19,7 +19,7 @@ import torch
 import typer
 
 from baton.engine.llm import LLM
-from baton.engine.requests import make_request
+from baton.engine.request_checks import make_request
 from baton.sampling_params import SamplingParams
 from baton.wire import GenerateRequest
 from benchmarks.smollm2 import QUESTIONS, chat_ids, smollm2

@@ -46,7 +46,7 @@ def rates() -> dict[str, float]:
 def steps(model: str, quantization: str | None, batches: list[int]) -> dict[str, float]:
     """Milliseconds of a step, by number of requests."""
     from baton.engine.llm import LLM
-    from baton.engine.requests import make_request
+    from baton.engine.request_checks import make_request
     from baton.sampling_params import SamplingParams
     from baton.wire import GenerateRequest
 

@@ -21,7 +21,7 @@ import torch
 
 from baton.bench.engine import speculative_over_plain
 from baton.engine.llm import LLM
-from baton.engine.requests import make_request
+from baton.engine.request_checks import make_request
 from baton.sampling_params import SamplingParams
 from baton.wire import GenerateRequest
 from testkit.checkpoints.moe import make_moe_checkpoint

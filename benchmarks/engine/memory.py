@@ -73,7 +73,7 @@ def measure(path: str, pool: int) -> dict[str, int]:
 
     from baton.engine.build import build_engine
     from baton.engine.config import EngineConfig
-    from baton.engine.requests import make_request
+    from baton.engine.request_checks import make_request
     from baton.sampling_params import SamplingParams
     from baton.wire import GenerateRequest
 

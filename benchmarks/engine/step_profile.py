@@ -21,7 +21,7 @@ import typer
 
 from baton.engine.attention.base import AttnBatch, AttnRows
 from baton.engine.attention.registry import get_backend
-from baton.models.cache import KVLayerSpec, KVRegion, KVRegions
+from baton.models.layer_cache import KVLayerSpec, KVRegion, KVRegions
 from baton.models.layers.linear import Linear
 from baton.models.loading.loader import load_model
 

@@ -21,7 +21,7 @@ import jsonschema
 import msgspec
 
 from baton import LLM, SamplingParams, StructuredOutputsParams
-from baton.bench.client import stream_completion
+from baton.bench.timed_stream import stream_completion
 from baton.deployment import Deployment
 from baton.errors import RequestError
 from baton.structured import Grammars

@@ -25,7 +25,7 @@ from unittest.mock import patch
 
 import aiohttp
 
-from baton.bench.client import stream_completion
+from baton.bench.timed_stream import stream_completion
 from baton.errors import BatonError, EngineLostError
 from baton.sampling_params import SamplingParams
 from baton.text import Tokenizer

@@ -20,7 +20,7 @@ from typing import Any
 
 import aiohttp
 
-from baton.bench.client import Streamed, stream_completion
+from baton.bench.timed_stream import Streamed, stream_completion
 from baton.errors import BatonError, OverloadedError
 from baton.sampling_params import SamplingParams
 from baton.text import Tokenizer

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import aiohttp
 
-from baton.bench.client import Streamed, stream_completion
+from baton.bench.timed_stream import Streamed, stream_completion
 from baton.errors import BatonError
 from baton.sampling_params import SamplingParams
 from baton.text import Tokenizer

@@ -24,7 +24,7 @@ import typer
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-from baton.bench.client import stream_completion
+from baton.bench.timed_stream import stream_completion
 from baton.deployment import Deployment
 from benchmarks.demo import SPECULATIVE, TARGET
 from benchmarks.scrape import get_json

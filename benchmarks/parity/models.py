@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from baton.engine.request import Request
 from baton.engine.speculation.adaptive import AdaptiveDrafts
-from baton.engine.speculation.choice import IntArray
+from baton.engine.speculation.draft_choice import IntArray
 from testkit.checkpoints import kinds
 from testkit.checkpoints.common import make_checkpoint, make_drafter
 from testkit.checkpoints.drafters_layers import block_drafter, latent_head, make_mtp_checkpoint, mtp

@@ -12,7 +12,7 @@ from unittest import mock
 
 from baton.engine.config import SpeculativeConfig
 from baton.engine.executor import LocalExecutor
-from baton.engine.ranks.executor import RankExecutor
+from baton.engine.ranks.rank_executor import RankExecutor
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec
 from baton.sampling_params import SamplingParams

@@ -21,8 +21,8 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from baton.bench.client import stream_completion
-from baton.bench.prompts import LoadRequest
+from baton.bench.load_requests import LoadRequest
+from baton.bench.timed_stream import stream_completion
 from baton.openai.client import OpenAIClient, connected_client
 from benchmarks.demo import TARGET
 from benchmarks.deployment import BreakableDeployment

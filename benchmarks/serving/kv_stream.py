@@ -25,7 +25,7 @@ from pathlib import Path
 
 import aiohttp
 
-from baton.bench.client import stream_completion
+from baton.bench.timed_stream import stream_completion
 from baton.deployment import Deployment
 from benchmarks.demo import TARGET
 from benchmarks.scrape import scrape

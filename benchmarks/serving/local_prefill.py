@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from baton.bench.client import Streamed, stream_completion
+from baton.bench.timed_stream import Streamed, stream_completion
 from benchmarks.deployment import BreakableDeployment
 
 TARGET = "models/baton-demo-llama"

@@ -15,8 +15,8 @@ import numpy as np
 
 from baton.bench.load import Load, LoadRun, run_load
 from baton.bench.load_figures import load_figures
-from baton.bench.prompts import LoadRequest, RandomPrompts, arrival_times
-from baton.kv import pool
+from baton.bench.load_requests import LoadRequest, RandomPrompts, arrival_times
+from baton.kv import page_pool
 from baton.text import Tokenizer
 from benchmarks.deployment import BreakableDeployment
 
@@ -105,7 +105,7 @@ class Scattered:
 
 if __name__ == "__main__":
     # `baton` with page pools that scatter.
-    setattr(pool, "Extents", Scattered)  # noqa: B010
+    setattr(page_pool, "Extents", Scattered)  # noqa: B010
     from baton.cli import main
 
     main()

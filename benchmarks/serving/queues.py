@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from baton.bench.client import stream_completion
+from baton.bench.timed_stream import stream_completion
 from baton.errors import BatonError
 from baton.sampling_params import SamplingParams
 from baton.text import Tokenizer

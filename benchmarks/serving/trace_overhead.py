@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import aiohttp
 
-from baton.bench.client import stream_completion
+from baton.bench.timed_stream import stream_completion
 from baton.deployment import Deployment
 from benchmarks.demo import SPECULATIVE, TARGET
 from benchmarks.scrape import descendants, process_cpu_s

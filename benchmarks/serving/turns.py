@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from baton.bench.client import stream_completion
+from baton.bench.timed_stream import stream_completion
 from baton.deployment import Deployment
 from baton.router.config.router_settings import MAX_LOCAL_PREFILL_LENGTH
 from benchmarks.scrape import get_json, scrape

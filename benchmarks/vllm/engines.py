@@ -22,7 +22,7 @@ from typing import Annotated
 import aiohttp
 import typer
 
-from baton.bench.client import stream_completion
+from baton.bench.timed_stream import stream_completion
 from baton.deployment import Deployment
 from baton.models.loading.config_json import read_config
 from benchmarks.vllm.servers import ONE_PROCESS, ServerConfig, serve

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import aiohttp
 import msgspec
 
-from baton.bench.client import stream_completion
+from baton.bench.timed_stream import stream_completion
 from baton.errors import BatonError
 from baton.handoff.protocol.ticket import TICKET_LIFE_S, Ticket, request_digest, sign_ticket
 from baton.openai.client import OpenAIClient

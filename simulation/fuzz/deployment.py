@@ -31,7 +31,7 @@ from typing import Any
 import aiohttp
 from zmq.utils import z85
 
-from baton.bench.client import stream_completion
+from baton.bench.timed_stream import stream_completion
 from baton.handoff.protocol.ticket import load_or_create_key
 from baton.handoff.session.keys import KeyRing, make_keys
 from baton.openai.http.limits import HttpLimits

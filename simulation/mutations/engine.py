@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from baton.engine.handoff import HandoffLegs
-from baton.engine.leg import Leg
+from baton.engine.legs.handoff_legs import HandoffLegs
+from baton.engine.legs.leg import Leg
 from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler
 from baton.engine.step import StepRunner
-from baton.kv import pool, prefix
+from baton.kv import page_pool, prefix
+from baton.kv.block_tables import BlockTables
 from baton.kv.cache import KVCache
 from baton.kv.hits import look_up
 from baton.kv.interval import Rules
-from baton.kv.tables import BlockTables
 from simulation.mutations.registry import Patch, around_method, mutation
 
 # ---------------------------------------------------------------- final entries
@@ -87,7 +87,7 @@ def _advance_caches_unfinal() -> list[Patch]:
 @mutation("a drafter's page is known by the tokens behind it too")
 def _identity_without_reach() -> list[Patch]:
     original = prefix.page_identity
-    return [(pool, "page_identity", lambda tokens, page, size, reach: original(tokens, page, size, 0))]
+    return [(page_pool, "page_identity", lambda tokens, page, size, reach: original(tokens, page, size, 0))]
 
 
 @mutation("of a failed handoff only what digests have proven is kept")

@@ -10,13 +10,13 @@ import msgspec
 import numpy as np
 
 from baton.engine import planning
-from baton.engine.plan import DraftSlots
+from baton.engine.step_plans import DraftSlots
 from baton.handoff.plan import planner
+from baton.kv.block_tables import BlockTables, Destination
 from baton.kv.cache import KVCache
 from baton.kv.geometry import Geometry
 from baton.kv.interval import Interval, Rules
 from baton.kv.spec import Owner
-from baton.kv.tables import BlockTables, Destination
 from simulation.mutations.registry import Patch, mutation
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from baton.engine.layer_stream import LayerStream
+from baton.engine.legs.layer_stream import LayerStream
 from baton.handoff.protocol.final_ranges import FinalRanges
 from simulation.mutations.registry import Patch, around_method, mutation
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from baton.engine import prefix_legs
-from baton.engine.prefix_legs import PrefixLegs
+from baton.engine.legs import prefix_legs
+from baton.engine.legs.prefix_legs import PrefixLegs
 from baton.engine.request import Request
 from baton.kv import moved_prefix
+from baton.kv.block_tables import BlockTables, Destination
 from baton.kv.cache import KVCache
 from baton.kv.moved_prefix import SharedPrefix
-from baton.kv.tables import BlockTables, Destination
 from baton.kv.windows import WindowPool
 from simulation.mutations.registry import Patch, mutation
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from baton import comparison
-from baton.engine import requests
+from baton.engine import request_checks
 from baton.errors import IncompatiblePeerError, RequestError
 from baton.openai import backend as served
 from baton.router import identity, pooled_engine
@@ -45,7 +45,7 @@ def _whoever_lives_agrees() -> list[Patch]:
     return [
         (PooledEngine, "may_serve", _anyone),
         (PoolIdentity, "check", check),
-        (requests, "check_identity", _unchecked),
+        (request_checks, "check_identity", _unchecked),
     ]
 
 
@@ -66,7 +66,7 @@ def _end_tokens_in_no_fact() -> list[Patch]:
         (identity, "facts_of", facts_of),
         (identity, "token_facts", token_facts),
         (pooled_engine, "token_identity", token_identity),
-        (requests, "token_identity", token_identity),
+        (request_checks, "token_identity", token_identity),
         (served, "token_identity", token_identity),
     ]
 
@@ -92,7 +92,7 @@ def _short_contexts_are_taken() -> list[Patch]:
     return [
         (PoolIdentity, "check", check),
         (PooledEngine, "may_serve", may_serve),
-        (requests, "check_identity", check_identity),
+        (request_checks, "check_identity", check_identity),
     ]
 
 

@@ -20,7 +20,7 @@ from baton.engine.memory.kv_memory import model_groups, parts_of
 from baton.handoff.plan.topology import Instance, RankGeometry
 from baton.kv.geometry import Geometry
 from baton.kv.spec import GroupSpec
-from baton.models.cache import KVLayerSpec, LatentLayerSpec, LayerSpec
+from baton.models.layer_cache import KVLayerSpec, LatentLayerSpec, LayerSpec
 from baton.models.layers.mamba2 import Mamba2Spec
 from simulation.topologies import Layers, Part, place, random_layout
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from baton.drafters.base import DraftBatch
 from baton.models.base import CausalLM
-from baton.models.cache import (
+from baton.models.config import ModelConfig, RawConfig, decoder_fields
+from baton.models.layer_cache import (
     KVLayerSpec,
     LatentHeads,
     LatentLayerSpec,
@@ -28,7 +29,6 @@ from baton.models.cache import (
     StatePlane,
     States,
 )
-from baton.models.config import ModelConfig, RawConfig, decoder_fields
 from baton.models.layers.decoder_layer import MLP, DecoderLayer
 from baton.models.layers.layernorm import RMSNorm
 from baton.models.layers.linear import Build, Linear

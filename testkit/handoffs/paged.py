@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention.base import AttentionBackend, AttnBatch, AttnRows
-from baton.models.cache import KVLayerSpec, LayerSpec
+from baton.models.layer_cache import KVLayerSpec, LayerSpec
 
 
 class PagedSequence:

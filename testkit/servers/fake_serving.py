@@ -17,7 +17,7 @@ import tokenizers
 from aiohttp import web
 from tokenizers import decoders, models, pre_tokenizers
 
-from baton.engine.requests import check_identity
+from baton.engine.request_checks import check_identity
 from baton.errors import EngineUnavailableError, OverloadedError, ProtocolError, RequestError
 from baton.handoff.protocol import ticket as tickets
 from baton.openai.http import serving

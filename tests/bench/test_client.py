@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from baton.bench.client import Streamed
+from baton.bench.timed_stream import Streamed
 
 
 def test_the_second_gap_is_counted_in_gaps_between_events() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from baton.bench.fragmentation import Churn, churn, fragmented_tables
 from baton.errors import ConfigError
-from baton.kv.pool import PagePool
+from baton.kv.page_pool import PagePool
 from tests.bench.runs import num_runs
 
 PAGES = 2001

@@ -21,7 +21,7 @@ from baton.bench.load_figures import (
     parse_percentiles,
     spec_decode_figures,
 )
-from baton.bench.prompts import LoadRequest, PrefixRepetition, RandomPrompts, arrival_times
+from baton.bench.load_requests import LoadRequest, PrefixRepetition, RandomPrompts, arrival_times
 from baton.cli.bench import app as bench_app
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.server import build_app

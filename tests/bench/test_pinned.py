@@ -10,14 +10,14 @@ import pytest
 
 from baton.bench.load import LoadRun
 from baton.bench.load_figures import RequestOutcome
-from baton.kv import pool
+from baton.kv import page_pool
 from benchmarks.serving.pinned import Scattered, figures, parse_cores, pin
 from tests.bench.runs import num_runs
 
 
 def test_scattered_pools_hand_out_every_page_once_and_no_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "Extents", Scattered)
-    pages = pool.PagePool(1001, 1)
+    monkeypatch.setattr(page_pool, "Extents", Scattered)
+    pages = page_pool.PagePool(1001, 1)
     table = pages.allocate(200)
     assert num_runs(table) > 190
     rest = pages.allocate(800)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from baton.bench import progress
+from baton.bench import progress_bar
 
 
 class Terminal(io.StringIO):
@@ -18,6 +18,6 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize("stream", [Terminal(), io.StringIO()], ids=["terminal", "pipe"])
 def test_a_bar_is_for_terminals(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
-    assert list(progress.with_progress([7, 8, 9], "pair", delay_s=0.0)) == [7, 8, 9]
+    assert list(progress_bar.with_progress([7, 8, 9], "pair", delay_s=0.0)) == [7, 8, 9]
     told = stream.getvalue()
     assert ("0/3" in told and "Benchmark" in told) if stream.isatty() else told == ""

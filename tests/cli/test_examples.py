@@ -14,7 +14,7 @@ import typer
 import yaml
 
 import baton.cli
-from baton.cli.settings import read_file
+from baton.cli.flag_sources import read_file
 from baton.openai.http.serving import SHUTDOWN_TIMEOUT_S
 
 DEPLOY = Path(__file__).parents[2] / "examples" / "deploy"

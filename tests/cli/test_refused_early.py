@@ -14,8 +14,8 @@ import typer
 
 from baton import cli
 from baton.cli import serve
+from baton.cli.flag_sources import named_after_source
 from baton.cli.roles import RoleOptions
-from baton.cli.settings import named_after_source
 from baton.engine.config import EngineConfig
 from baton.engine.memory.sizes import check_sizes
 from baton.errors import ConfigError

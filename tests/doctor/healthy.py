@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from baton.doctor.facts import BOTH, Checkup, Host, Reading, RouterEntry, RouterFacts, Server, Trial
+from baton.doctor.checkup import BOTH, Checkup, Host, Reading, RouterEntry, RouterFacts, Server, Trial
 from baton.wire import EngineIdentity, LegRole
 
 P, D, ROUTER = "http://127.0.0.1:8101", "http://127.0.0.1:8102", "http://127.0.0.1:8000"

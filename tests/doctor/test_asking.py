@@ -13,8 +13,8 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from baton.doctor.checkup import Checkup
 from baton.doctor.diagnose import check_up, findings_of
-from baton.doctor.facts import Checkup
 from baton.errors import DrainingError, EngineStalledError
 from baton.openai.http.access import Access
 from baton.router import RouterConfig, build_app

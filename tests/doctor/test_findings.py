@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from baton.doctor.checkup import BOTH, Finding, Host, Problem, Reading, RouterEntry, Server
 from baton.doctor.diagnose import findings_of
-from baton.doctor.facts import BOTH, Finding, Host, Problem, Reading, RouterEntry, Server
-from baton.doctor.keys import check_keys
+from baton.doctor.key_checks import check_keys
 from baton.doctor.report import checkup_json, format_checkup
 from baton.handoff.session.keys import make_keys
 from tests.doctor.healthy import (

@@ -19,7 +19,7 @@ from baton.engine.attention.registry import get_backend
 from baton.engine.memory.group_memory import GroupMemory
 from baton.kv.spec import GroupSpec, latent_planes
 from baton.models.base import CausalLM
-from baton.models.cache import LatentLayerSpec
+from baton.models.layer_cache import LatentLayerSpec
 from baton.models.loading.loader import load_model
 from testkit.checkpoints.drafters_layers import latent_head
 from tests.drafters.test_drafters import TOKENS, inputs, layer_weights, mlp, norm

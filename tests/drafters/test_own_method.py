@@ -14,7 +14,7 @@ from baton import LLM, SamplingParams
 from baton.drafters.base import DraftBatch, Drafter
 from baton.drafters.registry import DRAFTERS
 from baton.models.base import CausalLM
-from baton.models.cache import KVLayerSpec
+from baton.models.layer_cache import KVLayerSpec
 from baton.models.layers.linear import Build
 from testkit.inside import engine_of
 

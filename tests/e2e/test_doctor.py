@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from baton.doctor.checkup import BOTH
 from baton.doctor.diagnose import check_up, findings_of
-from baton.doctor.facts import BOTH
 from baton.handoff.session.keys import make_keys
 from baton.router import RouterConfig, build_app
 from testkit.processes.running import environment, running_up

@@ -9,7 +9,7 @@ import re
 import aiohttp
 import pytest
 
-from baton.bench.client import stream_completion
+from baton.bench.timed_stream import stream_completion
 from baton.sampling_params import SamplingParams
 from baton.text import Tokenizer
 from baton.verify.observe import Case, make_cases

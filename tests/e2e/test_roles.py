@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from baton.bench.client import stream_completion
+from baton.bench.timed_stream import stream_completion
 from benchmarks.deployment import BreakableDeployment
 from benchmarks.scrape import get_json, scrape, until_idle
 

@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 
 from baton.engine.core import EngineCore
-from baton.engine.handoff import HandoffLegs
-from baton.engine.leg import LegSettings
+from baton.engine.legs.handoff_legs import HandoffLegs
+from baton.engine.legs.leg import LegSettings
 from baton.engine.metrics import EngineMetrics
-from baton.engine.plan import PlanSpec
 from baton.engine.planning import DraftRows
 from baton.engine.request import Request
 from baton.engine.sampling.stopping import until_stop
 from baton.engine.scheduler import ScheduledRows, Scheduler
 from baton.engine.step import DecodingLimits, StepOutcome
-from baton.handoff.agent.calls import LegEvent
+from baton.engine.step_plans import PlanSpec
+from baton.handoff.agent.leg_events import LegEvent
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.kv.interval import Interval

@@ -19,17 +19,17 @@ import msgspec
 import pytest
 
 from baton.engine.core import EngineCore
-from baton.engine.handoff import HandoffLegs
-from baton.engine.leg import PagesReleased
+from baton.engine.legs.handoff_legs import HandoffLegs
+from baton.engine.legs.leg import PagesReleased
 from baton.engine.planning import DraftRows
 from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler
 from baton.engine.step import StepRunner
+from baton.kv.block_tables import BlockTables, Destination
 from baton.kv.cache import KVCache
 from baton.kv.geometry import Geometry
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec
-from baton.kv.tables import BlockTables, Destination
 from baton.models.registry import MODELS
 from benchmarks.parity.cases import CHUNK, Case
 from benchmarks.parity.trial import Cell, Trial, compare

@@ -13,8 +13,8 @@ import torch
 
 from baton.engine.config import SpeculativeConfig
 from baton.engine.executor import LocalExecutor
-from baton.engine.plan import DraftPlan, StepPlan, one_request
 from baton.engine.sampling.sampling_state import SamplingRows, SamplingState, sampling_of
+from baton.engine.step_plans import DraftPlan, StepPlan, one_request
 from baton.sampling_params import SamplingParams, StructuredOutputsParams
 from testkit.engines import EAGLE3, Stepped, request, stepped
 

@@ -15,7 +15,7 @@ import pytest
 
 from baton.engine.config import KVTransferConfig
 from baton.handoff.protocol.ticket import Ticket, load_or_create_key, request_digest, sign_ticket
-from baton.openai.http.errors import error_of_chunk, to_api_error
+from baton.openai.http.api_errors import error_of_chunk, to_api_error
 from baton.sampling_params import SamplingParams
 from baton.text import Tokenizer
 from baton.verify.observe import make_cases

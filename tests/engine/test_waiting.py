@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.kv import pool as page_pool
+from baton.kv import page_pool
 from baton.sampling_params import SamplingParams
 from testkit.engines import request, stepped
 

@@ -7,8 +7,8 @@ import threading
 import msgspec
 import pytest
 
-from baton.handoff.agent.calls import DecodeLeg, GiveUp, LegEvent, PrefillLeg
 from baton.handoff.agent.instance import InstanceAgent
+from baton.handoff.agent.leg_events import DecodeLeg, GiveUp, LegEvent, PrefillLeg
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import Pair, Seeds
 from baton.handoff.protocol.ticket import SignedTicket, Ticket, sign_ticket, verify_ticket

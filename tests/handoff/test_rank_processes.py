@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from baton.handoff.agent.calls import GiveUp
+from baton.handoff.agent.leg_events import GiveUp
 from baton.handoff.protocol import events as ev
 from testkit.handoffs.ranks import Engine, Rank, Shape, prefill, settle, ticket_for, wanted_of
 

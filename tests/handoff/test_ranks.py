@@ -16,8 +16,8 @@ import pytest
 
 from baton.errors import IncompatiblePeerError, ProtocolError
 from baton.handoff.agent import instance as node_instance
-from baton.handoff.agent.calls import DecodePages
 from baton.handoff.agent.instance import InstanceAgent
+from baton.handoff.agent.leg_events import DecodePages
 from baton.handoff.plan import repeated
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.gather import DecodeGather, EndPair, Pair, PrefillGather, pairs_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from baton.handoff.agent.calls import GiveUp, PrefillLeg
+from baton.handoff.agent.leg_events import GiveUp, PrefillLeg
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import Seeds
 from baton.handoff.protocol.ticket import SignedTicket

@@ -13,7 +13,7 @@ import pytest
 from baton.engine.config import KVTransferConfig
 from baton.errors import ConfigError, HandoffError
 from baton.handoff.agent.agent import HandoffAgent
-from baton.handoff.agent.watch import ThreadWatch
+from baton.handoff.agent.thread_watch import ThreadWatch
 from baton.handoff.session.config import Timers
 from testkit.engines import stepped
 from testkit.handoffs.ranks import Engine, Shape, begin_one

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.device import square_sums
-from baton.models.cache import ScanRows
+from baton.models.layer_cache import ScanRows
 from baton.models.layers.causal_conv import CausalConv
 from baton.models.layers.gated_delta import GatedDeltaSpec, delta_rule
 from baton.models.layers.layernorm import Fp32RMSNorm, RMSNorm

@@ -10,8 +10,8 @@ import torch
 from msgspec import structs
 
 from baton.engine.executor import LocalExecutor
-from baton.engine.plan import NOT_FINITE
 from baton.engine.sampling.sampler import choose_tokens
+from baton.engine.step_plans import NOT_FINITE
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
 from baton.models.fused_head import FusedHead
 from baton.models.layers.linear import Build, Linear

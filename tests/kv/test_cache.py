@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.kv import pool as page_pool
+from baton.kv import page_pool
+from baton.kv.block_tables import BlockTables
 from baton.kv.cache import KVCache
 from baton.kv.interval import Interval, Kind
 from baton.kv.spec import GroupSpec, kv_planes
-from baton.kv.tables import BlockTables
 
 SIZES = {"target": 4, "window": 3, "draft": 6}
 WINDOW = 5

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from baton.kv.block_tables import BlockTables
 from baton.kv.cache import KVCache
 from baton.kv.interval import Interval
 from baton.kv.moved_prefix import SharedPrefix, attach_prefix, enter_prefix, prefix_multiple, share_prefix
-from baton.kv.pool import PagePool
-from baton.kv.tables import BlockTables
+from baton.kv.page_pool import PagePool
 from tests.kv.test_cache import WINDOW, Memory, received
 from tests.kv.test_states import GROUPS, INTERVAL, Kept
 

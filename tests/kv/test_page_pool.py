@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import CapacityError
-from baton.kv import pool as page_pool
-from baton.kv.pool import PagePool
+from baton.kv import page_pool
+from baton.kv.page_pool import PagePool
 from baton.kv.prefix import Chain, salted_root
 
 

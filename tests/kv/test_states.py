@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from baton.kv.block_tables import BlockTables
 from baton.kv.cache import OWNERS, KVCache
 from baton.kv.interval import Interval, Rules
 from baton.kv.prefix import Chain
 from baton.kv.spec import GroupSpec, PlaneSpec, kv_planes
-from baton.kv.states import StatePool
-from baton.kv.tables import BlockTables
+from baton.kv.state_pool import StatePool
 
 NUM_DRAFTS = 2
 INTERVAL = 3

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
+from baton.kv.block_tables import BlockTables
 from baton.kv.cache import KVCache
 from baton.kv.spec import GroupSpec, kv_planes
-from baton.kv.tables import BlockTables
 from baton.kvevents.config import KVEventsConfig
 from baton.kvevents.publisher import EventPublisher
 from benchmarks.vllm.servers import free_port

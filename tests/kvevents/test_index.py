@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from baton.errors import ConfigError, ProtocolError
+from baton.kv.block_tables import BlockTables
 from baton.kv.cache import KVCache
 from baton.kv.prefix import salted_root
 from baton.kv.spec import GroupSpec, kv_planes
-from baton.kv.tables import BlockTables
 from baton.kvevents.config import KVEventsConfig
 from baton.kvevents.messages import (
     AllBlocksCleared,

@@ -21,7 +21,7 @@ from baton.testing.transport_peer import pattern
 from baton.transports.batches import Runs
 from baton.transports.registry import create_transport
 from baton.transports.remote.file import FileLibrary
-from baton.transports.remote.transport import RemoteTransport
+from baton.transports.remote.remote_transport import RemoteTransport
 from testkit.inside import library_of
 
 

@@ -12,7 +12,7 @@ import torch
 
 from baton.engine.attention.registry import get_backend
 from baton.engine.config import EngineConfig
-from baton.engine.loading.facts import numeric_probe
+from baton.engine.loading.engine_facts import numeric_probe
 from baton.engine.memory.kv_memory import model_groups
 from baton.engine.ranks.collective import Exchange
 from baton.errors import ConfigError

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.models.cache import LayerCache
+from baton.models.layer_cache import LayerCache
 from baton.models.layers.gated_delta import GatedDeltaNet, GatedDeltaSpec
 from baton.models.layers.kimi_delta import KimiDeltaNet
 from baton.models.layers.linear import Build

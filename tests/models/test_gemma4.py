@@ -15,7 +15,7 @@ from baton.engine.loading.servable import check_servable
 from baton.engine.memory.kv_memory import model_groups
 from baton.errors import CheckpointError, ConfigError
 from baton.models.architectures.gemma4 import Gemma4
-from baton.models.cache import SharedLayerSpec
+from baton.models.layer_cache import SharedLayerSpec
 from baton.models.layers.linear import Build
 from baton.models.layers.parallel import Stage, TensorRank
 from baton.models.loading.loader import load_model

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baton.engine.attention.registry import get_backend
 from baton.engine.config import EngineConfig
-from baton.engine.loading.facts import numeric_probe
+from baton.engine.loading.engine_facts import numeric_probe
 from baton.engine.memory.kv_memory import model_groups, parts_of
 from baton.errors import ConfigError
 from baton.models.architectures.minimax_m2 import HeadsNorm

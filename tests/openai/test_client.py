@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from baton.bench.client import stream_completion
+from baton.bench.timed_stream import stream_completion
 from baton.errors import EngineLostError, EngineUnavailableError, HandoffError, OverloadedError, ProtocolError
 from baton.openai.client import OpenAIClient, connected_client
 from testkit.servers.fake_serving import served

@@ -13,8 +13,8 @@ from openai.types.chat import completion_create_params as chat_create_params
 
 from baton.errors import RequestError
 from baton.openai.backend import ServedModel
-from baton.openai.fields import FORBIDDEN, REFUSED, refuse_unserved
 from baton.openai.plan import plan_chat
+from baton.openai.refused_fields import FORBIDDEN, REFUSED, refuse_unserved
 from baton.openai.requests import ChatRequest, CompletionRequest, decode_request
 from baton.openai.tools import Parsing
 from baton.parsing import Content, Reasoning

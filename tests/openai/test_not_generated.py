@@ -7,7 +7,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from baton.openai.routes import _NOT_GENERATED
+from baton.openai.api_routes import _NOT_GENERATED
 from baton.server import build_app
 from baton.text import Tokenizer
 from testkit.servers.fake_serving import FakeEngine, served

@@ -14,8 +14,8 @@ from pydantic import TypeAdapter
 
 from baton.errors import RequestError
 from baton.openai.backend import ServedModel
-from baton.openai.fields import FORBIDDEN
-from baton.openai.fields import REFUSED as REFUSED_EVERYWHERE
+from baton.openai.refused_fields import FORBIDDEN
+from baton.openai.refused_fields import REFUSED as REFUSED_EVERYWHERE
 from baton.openai.requests import ChatRequest, CompletionRequest
 from baton.openai.responses import make_response_plan
 from baton.openai.responses.requests import REFUSED, ResponsesRequest

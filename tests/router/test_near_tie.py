@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from baton.router import backend
+from baton.router import router_backend
 from baton.router.join import Joined, TokenMismatch
 from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingParams
@@ -24,9 +24,9 @@ async def test_who_leaves_as_a_near_tie_is_measured_has_left(monkeypatch: pytest
         asyncio.get_running_loop().call_soon(task.cancel)
         return 0.0
 
-    monkeypatch.setattr(backend, "measure_gap", measure_gap)
+    monkeypatch.setattr(router_backend, "measure_gap", measure_gap)
     pool = SimpleNamespace(timers=RouterTimers(), max_num_seqs=lambda: None, loads=None, read_loads=lambda: None)
-    router = backend.RouterBackend(cast(Any, pool), cast(Any, None), near_tie=1.0)
+    router = router_backend.RouterBackend(cast(Any, pool), cast(Any, None), near_tie=1.0)
     request = GenerateRequest(request_id="r", prompt_token_ids=[1], sampling_params=SamplingParams())
     prefill = cast(Any, SimpleNamespace(client=None))
 

@@ -475,7 +475,7 @@ def test_the_rest_of_a_request_counts_from_its_prompt() -> None:
 
 
 def test_a_lost_engine_is_an_unavailable_one_to_clients() -> None:
-    from baton.openai.http.errors import to_api_error
+    from baton.openai.http.api_errors import to_api_error
 
     assert to_api_error(EngineLostError("gone")).status == 503
 

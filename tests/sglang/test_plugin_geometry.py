@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from baton.errors import ConfigError, ProtocolError
-from baton.handoff.agent.limits import check_messages, message_bytes
+from baton.handoff.agent.message_sizes import check_messages, message_bytes
 from baton.handoff.plan.tables import copy_tables
 from baton.handoff.plan.topology import Instance
 from baton.handoff.protocol import events as ev
@@ -20,7 +20,7 @@ from baton.handoff.protocol.messages import AttemptKey, PieceDigest, Ready, Seed
 from baton.handoff.protocol.prefill import PrefillHandoff
 from baton.kv.interval import Interval
 from baton.kv.spec import Owner
-from baton.plugin_base.memory import host_region
+from baton.plugin_base.regions import host_region
 from baton.sglang.geometry import BufferLayout, KvBuffer, PagePart, RequestPages, describe_buffers, rules_of
 from baton.sglang.seeds import MetadataRows
 from baton.wire import Integrity, Mode

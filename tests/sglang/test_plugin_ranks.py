@@ -13,7 +13,7 @@ from baton.handoff.plan.planner import plan_copies
 from baton.handoff.plan.topology import senders
 from baton.kv.interval import Interval
 from baton.kv.spec import Owner
-from baton.plugin_base.memory import host_region
+from baton.plugin_base.regions import host_region
 from baton.sglang.geometry import BufferLayout, KvBuffer, PagePart, describe_buffers, rules_of
 
 TOKENS, HEADS, DIM, LATENT = 21, 4, 8, 12

@@ -9,10 +9,10 @@ from random import Random
 
 import pytest
 
+from baton.kv.block_tables import BlockTables
 from baton.kv.cache import KVCache
 from baton.kv.interval import Rules
 from baton.kv.spec import Owner
-from baton.kv.tables import BlockTables
 from simulation import run_seed, scenario
 from simulation.settings import FAULTS, GroupModel, Settings, draw
 

@@ -15,7 +15,7 @@ from baton.testing.transport_peer import pattern
 from baton.testing.transport_suite import check_names
 from baton.transports.base import Peer
 from baton.transports.registry import create_transport
-from baton.transports.remote.transport import RemoteTransport
+from baton.transports.remote.remote_transport import RemoteTransport
 from testkit.handoffs.remote_uris import SCHEMES, uri_of
 
 

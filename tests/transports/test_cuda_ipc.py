@@ -22,7 +22,7 @@ from baton.transports.base import DeviceMemory, Direction
 from baton.transports.mapped import cuda_ipc
 from baton.transports.mapped.cuda_driver import HANDLE_BYTES, Exported
 from baton.transports.registry import create_transport
-from baton.transports.remote.transport import RemoteDescriptor, RemoteTransport
+from baton.transports.remote.remote_transport import RemoteDescriptor, RemoteTransport
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -17,7 +17,7 @@ from baton.kv.geometry import CopyList
 from baton.transports.base import DeviceMemory
 from baton.transports.registry import create_transport
 from baton.transports.remote import nixl
-from baton.transports.remote.transport import RemoteDescriptor, RemoteTransport, parse_descriptor
+from baton.transports.remote.remote_transport import RemoteDescriptor, RemoteTransport, parse_descriptor
 from testkit.inside import driver_of, library_of
 
 _numbers = itertools.count()

@@ -23,11 +23,11 @@ from baton.transports.base import ByteArray, DeviceMemory, Direction, Operation,
 from baton.transports.batches import Runs
 from baton.transports.registry import create_transport
 from baton.transports.remote import driver, mooncake
-from baton.transports.remote import transport as remote_module
+from baton.transports.remote import remote_transport as remote_module
 from baton.transports.remote.library import BatchFailedError, Library, RemotePeer
 from baton.transports.remote.lifeline import MAX_STRANGERS, RECEIVED_BYTES, Event, Lifeline, Line
-from baton.transports.remote.sockets import LEAST_BYTES, held_bytes
-from baton.transports.remote.transport import MAX_REGIONS, RemoteTransport
+from baton.transports.remote.remote_transport import MAX_REGIONS, RemoteTransport
+from baton.transports.remote.tcp_buffers import LEAST_BYTES, held_bytes
 from testkit.inside import driver_of
 
 

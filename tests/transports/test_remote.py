@@ -29,11 +29,11 @@ from baton.transports.batches import batch_bounds, split_runs
 from baton.transports.process import ProcessWatch
 from baton.transports.registry import create_transport
 from baton.transports.remote import driver
-from baton.transports.remote import transport as remote_module
+from baton.transports.remote import remote_transport as remote_module
 from baton.transports.remote.file import Batch, FileLibrary
 from baton.transports.remote.library import RemotePeer
 from baton.transports.remote.lifeline import MAX_FRAME, Lifeline, Line
-from baton.transports.remote.transport import RemoteDescriptor, RemoteTransport, parse_descriptor
+from baton.transports.remote.remote_transport import RemoteDescriptor, RemoteTransport, parse_descriptor
 from testkit.handoffs.remote_uris import SCHEMES, uri_of
 from testkit.inside import driver_of, library_of, process_of
 from testkit.processes.leftovers import files_left_open, open_files

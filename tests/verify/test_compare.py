@@ -10,9 +10,9 @@ import pytest
 from baton.errors import ConfigError
 from baton.sampling_params import SamplingParams
 from baton.verify import Case, Observed, compare_answers
-from baton.verify.acceptance import Acceptance
+from baton.verify.acceptance_check import Acceptance
+from baton.verify.case_options import Bounds, parse_lengths, parse_modes
 from baton.verify.compare import acceptance_rates
-from baton.verify.options import Bounds, parse_lengths, parse_modes
 from baton.verify.report import format_reports
 from baton.verify.sides import Answers
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.handoff.agent.calls import DecodePages
+from baton.handoff.agent.leg_events import DecodePages
 from baton.handoff.plan.planner import plan_copies
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import Seeds

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baton.errors import ConfigError
-from baton.handoff.agent.calls import PrefillLeg
+from baton.handoff.agent.leg_events import PrefillLeg
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import Seeds
 from baton.handoff.protocol.ticket import SignedTicket

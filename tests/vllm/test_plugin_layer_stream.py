@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from baton.errors import ConfigError
-from baton.handoff.agent.calls import GiveUp, LegEvent, PrefillLeg
+from baton.handoff.agent.leg_events import GiveUp, LegEvent, PrefillLeg
 from baton.handoff.plan.planner import plan_copies
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import AttemptKey, Commit, Register

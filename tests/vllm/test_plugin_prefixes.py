@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.handoff.agent.calls import GiveUp
+from baton.handoff.agent.leg_events import GiveUp
 from baton.handoff.protocol.ticket import SignedTicket, sign_ticket
 from baton.testing import RecordingAgent
 from baton.vllm.geometry import describe_caches

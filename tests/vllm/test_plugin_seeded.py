@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.handoff.agent.calls import GiveUp, PrefillLeg
+from baton.handoff.agent.leg_events import GiveUp, PrefillLeg
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import Seeds
 from baton.handoff.protocol.ticket import SignedTicket, Ticket, sign_ticket

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baton.errors import HandoffError
-from baton.handoff.agent.calls import DecodeLeg, DecodePages, GiveUp, PrefillLeg
+from baton.handoff.agent.leg_events import DecodeLeg, DecodePages, GiveUp, PrefillLeg
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import Seeds
 from baton.handoff.protocol.ticket import SignedTicket

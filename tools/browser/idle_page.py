@@ -16,7 +16,7 @@ from typing import Annotated
 import aiohttp
 import typer
 
-from baton.bench.client import stream_completion
+from baton.bench.timed_stream import stream_completion
 from baton.deployment import Deployment
 from benchmarks.demo import SPECULATIVE, TARGET
 from benchmarks.faults.wrong_drafter import speculation

@@ -21,7 +21,7 @@ from typing import Annotated
 import aiohttp
 import typer
 
-from baton.bench.client import stream_completion
+from baton.bench.timed_stream import stream_completion
 from baton.deployment import Deployment
 from baton.errors import BatonError
 from benchmarks.demo import SPECULATIVE, TARGET

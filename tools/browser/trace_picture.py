@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from baton.bench.client import stream_completion
+from baton.bench.timed_stream import stream_completion
 from baton.deployment import Deployment
 from testkit.servers.collector import Collector, attributes
 

@@ -16,10 +16,10 @@ import aiohttp
 import numpy as np
 import torch
 
-from baton.bench.client import stream_completion
+from baton.bench.timed_stream import stream_completion
 from baton.deployment import Deployment
 from baton.kv.geometry import CopyList
-from baton.models.cache import ScanRows
+from baton.models.layer_cache import ScanRows
 from baton.models.layers.gated_delta import GatedDeltaNet, GatedDeltaSpec
 from baton.models.layers.linear import Build
 from baton.models.layers.mamba2 import Mamba2, Mamba2Spec

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from baton.bench.progress import with_progress
+from baton.bench.progress_bar import with_progress
 from baton.engine.attention.base import AttnBatch
 from baton.engine.attention.paged_cache import PagedCache
 from baton.engine.core import EngineCore
 from baton.engine.executor import LocalExecutor
 from baton.engine.llm import LLM
-from baton.engine.requests import make_request
+from baton.engine.request_checks import make_request
 from baton.engine.runner import ModelRunner
 from baton.sampling_params import SamplingParams
 from baton.verify.observe import make_cases

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from baton.errors import CapacityError, ConfigError
-from baton.kv.pool import PagePool
+from baton.kv.page_pool import PagePool
 from baton.kv.prefix import Chain
 
 Fragmentation = Literal["fresh", "churned", "full"]

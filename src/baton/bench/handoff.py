@@ -18,7 +18,7 @@ from typing import Any
 from baton.bench.fragmentation import fragmented_tables
 from baton.bench.handoff_peer import PrefillPeer
 from baton.bench.modelled import ModelledEngine, ModelledKV
-from baton.bench.progress import progress_bar
+from baton.bench.progress_bar import progress_bar
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.ticket import SignedTicket, Ticket, new_transfer_id, sign_ticket
 from baton.wire import Mode

@@ -12,8 +12,8 @@ from typing import Any
 import aiohttp
 
 from baton.bench.load_figures import RequestOutcome
-from baton.bench.progress import progress_bar
-from baton.bench.prompts import LoadRequest
+from baton.bench.load_requests import LoadRequest
+from baton.bench.progress_bar import progress_bar
 from baton.errors import BatonError, EngineUnavailableError
 from baton.openai.client import OpenAIClient
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import aiohttp
 
-from baton.bench.client import stream_completion
-from baton.bench.progress import with_progress
+from baton.bench.progress_bar import with_progress
+from baton.bench.timed_stream import stream_completion
 from baton.deployment import Deployment
 from baton.openai.client import connected_client
 from baton.sampling_params import SamplingParams

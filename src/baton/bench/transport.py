@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from baton.bench.progress import with_progress
+from baton.bench.progress_bar import with_progress
 from baton.errors import ConfigError, TransportError
 from baton.handoff.plan.planner import RankGeometry, plan_copies
 from baton.kv.geometry import BLOCK_MAJOR_NHD, LAYER_MAJOR_NHD, Axis, CopyList, Geometry

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.tables import JsonFlag
+from baton.cli.results import JsonFlag
 from baton.errors import ConfigError
 from baton.openai.client import base_url
 

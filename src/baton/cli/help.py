@@ -6,7 +6,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from baton.cli.settings import named_after_source
+from baton.cli.flag_sources import named_after_source
 from baton.errors import ConfigError
 
 _PANELS: tuple[tuple[str, str], ...] = (

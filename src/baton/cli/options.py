@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import msgspec
 import typer
 
+from baton.cli.flag_sources import Config
 from baton.cli.logs import LogFormat, LogLevel, log_to_stderr
-from baton.cli.settings import Config
 from baton.engine.config import EngineConfig, ServingSettings, StepSettings, declared_settings
 from baton.errors import ConfigError
 from baton.openai.http.access import Access

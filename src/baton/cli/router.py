@@ -97,7 +97,7 @@ def _run_workers(
 ) -> None:
     """Serve as one process per listener. Raises `BatonError` if one ends soon after its start."""
     from baton.router.workers.loads import LoadTable, RouterProcess, WorkerLoads
-    from baton.router.workers.processes import WorkerProcesses
+    from baton.router.workers.worker_processes import WorkerProcesses
 
     table = LoadTable(len(listeners))
     with contextlib.closing(RunDirectory("router-")) as directory:

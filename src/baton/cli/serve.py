@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from baton.cli.flag_sources import named_after_source
 from baton.cli.logs import log_lines, log_to_stderr, logger, pass_on
 from baton.cli.options import (
     AdminOptions,
@@ -28,7 +29,6 @@ from baton.cli.options import (
 )
 from baton.cli.roles import RoleOptions
 from baton.cli.router import serve_router
-from baton.cli.settings import named_after_source
 from baton.cli.supervision import DEFAULT_MAX_RESTARTS, Supervisor
 from baton.deployment import Deployment, Reporter
 from baton.engine.config import EngineConfig, SpeculativeConfig

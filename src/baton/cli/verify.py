@@ -20,9 +20,9 @@ from baton.engine.config import StepSettings, declared_settings
 from baton.engine.loading.hub import checkpoint_directory
 from baton.errors import ConfigError
 from baton.sampling_params import MAX_LOGPROBS, SamplingParams
+from baton.verify.case_options import DEFAULT_LENGTHS, MODES, Bounds, choose_cases, find_bos, parse_modes
 from baton.verify.compare import compare_answers
 from baton.verify.observe import REQUEST_TIMEOUT_S, Case, next_turns
-from baton.verify.options import DEFAULT_LENGTHS, MODES, Bounds, choose_cases, find_bos, parse_modes
 from baton.verify.prompts import num_doubled
 from baton.verify.report import format_reports, report_json
 from baton.verify.sides import Answers, DeploymentSide, EngineSide, ServerSide

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 import aiohttp
 import typer
 
-from baton.cli.tables import JsonFlag
+from baton.cli.results import JsonFlag
 from baton.errors import EngineUnavailableError, ProtocolError
 from baton.observe.terminal import ALARM, fit_to_terminal, status_text
 from baton.openai.client import base_url, convert_errors, read_body

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from baton.doctor.ask_vllm import ask_identity, ask_vllm, read_cache
-from baton.doctor.facts import BOTH, RANK, Problem, Reading, RouterEntry, RouterFacts, Server
+from baton.doctor.checkup import BOTH, RANK, Problem, Reading, RouterEntry, RouterFacts, Server
 from baton.doctor.servers import dialled_addresses
 from baton.errors import BatonError, EngineLostError, EngineUnavailableError, OverloadedError, ProtocolError
 from baton.openai.answers import Model, decode_answer, printable_line

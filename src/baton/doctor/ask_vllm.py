@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from prometheus_client.samples import Sample
 
-from baton.doctor.facts import BOTH, Reading, Server
+from baton.doctor.checkup import BOTH, Reading, Server
 from baton.errors import BatonError, ProtocolError
 from baton.openai.answers import Model, decode_answer, printable_line
 from baton.openai.client import OpenAIClient

@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 
 from baton.doctor.ask import ask_server, read_clock
-from baton.doctor.facts import Checkup, Finding, Problem, RouterFacts, Server, Trial
+from baton.doctor.checkup import Checkup, Finding, Problem, RouterFacts, Server, Trial
 from baton.doctor.host import check_host, read_host
-from baton.doctor.keys import check_keys
+from baton.doctor.key_checks import check_keys
 from baton.doctor.pairs import check_pairs
 from baton.doctor.routers import check_router
 from baton.doctor.servers import check_servers

@@ -7,7 +7,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from baton.doctor.facts import Checkup, Finding, Host, Server
+from baton.doctor.checkup import Checkup, Finding, Host, Server
 
 _SHM, _RDMA = Path("/dev/shm"), Path("/sys/class/infiniband")
 _MiB = 2**20

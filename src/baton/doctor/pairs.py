@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from baton.comparison import differing_facts
-from baton.doctor.facts import Finding, Server
+from baton.doctor.checkup import Finding, Server
 
 # What to do about a difference, by the beginning of its name. The first match counts.
 _CURES: tuple[tuple[str, str], ...] = (

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from baton.doctor.facts import Checkup, Finding, RouterFacts, Server
+from baton.doctor.checkup import Checkup, Finding, RouterFacts, Server
 
 _NAMES = {"baton": "Baton", "vllm": "vLLM", "sglang": "SGLang", "unknown": "?"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from baton.doctor.facts import Checkup, Finding, RouterEntry, RouterFacts, Server, Trial
+from baton.doctor.checkup import Checkup, Finding, RouterEntry, RouterFacts, Server, Trial
 
 _REASONS = (
     ("ticket", "give router and engines the same ticket key: --keys DIR or --ticket-key-file FILE"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
-from baton.doctor.facts import RANK, Finding, Server, host_and_port, is_local_address, same_host
+from baton.doctor.checkup import RANK, Finding, Server, host_and_port, is_local_address, same_host
 
 # Between two readings, beyond the questions' durations.
 _MAX_DRIFT_S = 0.25

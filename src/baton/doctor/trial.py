@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from prometheus_client.samples import Sample
 
-from baton.doctor.facts import Trial
+from baton.doctor.checkup import Trial
 from baton.errors import BatonError
 from baton.openai.answers import decode_answer, printable_line
 from baton.openai.client import OpenAIClient, connected_client

@@ -23,9 +23,9 @@ from baton.drafters.chain import IntArray
 from baton.errors import CheckpointError, ConfigError
 from baton.models.architectures.gemma4 import parse_gemma4, rounded
 from baton.models.base import CausalLM, rotaries
-from baton.models.cache import LayerCache, LayerSpec
 from baton.models.config import RawConfig, get_bool, get_int
 from baton.models.families.gemma4 import LOOKBACK, Gemma4Config, Gemma4Layer
+from baton.models.layer_cache import LayerCache, LayerSpec
 from baton.models.layers.layernorm import make_norm
 from baton.models.layers.linear import Build, Linear
 from baton.models.layers.rotary import rotate

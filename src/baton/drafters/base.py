@@ -15,7 +15,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from baton.drafters.chain import IntArray, ModuleChain
-from baton.models.cache import LayerCache, LayerSpec
+from baton.models.layer_cache import LayerCache, LayerSpec
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -19,8 +19,8 @@ from baton.drafters.chain import IntArray
 from baton.drafters.head import HeadDrafter, fill_drafter, head_tensors
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM
-from baton.models.cache import KVLayerSpec, LayerCache
 from baton.models.config import ModelConfig, RawConfig, get_bool
+from baton.models.layer_cache import KVLayerSpec, LayerCache
 from baton.models.layers.decoder_layer import MLP
 from baton.models.layers.layernorm import RMSNorm
 from baton.models.layers.linear import Build, Linear, MergedLinear

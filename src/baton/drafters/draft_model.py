@@ -17,7 +17,7 @@ from baton.drafters.base import DraftBatch
 from baton.drafters.chain import IntArray
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM
-from baton.models.cache import LayerSpec
+from baton.models.layer_cache import LayerSpec
 from baton.models.layers.linear import Build
 from baton.models.loading.loader import load_model
 

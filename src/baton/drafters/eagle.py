@@ -13,8 +13,8 @@ from baton.drafters.head import HeadDrafter, attention_layers, expect_target_siz
 from baton.drafters.head_config import EAGLE3_FIELDS, nested, read_head
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM
-from baton.models.cache import LayerCache
 from baton.models.config import ModelConfig
+from baton.models.layer_cache import LayerCache
 from baton.models.layers.decoder_layer import DecoderLayer
 from baton.models.layers.linear import Build, Linear
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from baton.drafters.base import DraftBatch
+from baton.drafters.draft_passes import draft_passes
 from baton.drafters.head import (
     HeadDrafter,
     attention_layers,
@@ -29,13 +30,12 @@ from baton.drafters.head import (
     target_ids,
 )
 from baton.drafters.head_config import LAYER_IDS, eagle_flag, nested, read_head
-from baton.drafters.passes import draft_passes
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM
-from baton.models.cache import LayerCache
 from baton.models.config import ModelConfig, RawConfig, get_int
 from baton.models.fused_drafts import MAX_ROWS, DraftHead, FusedDrafts
 from baton.models.fused_layers import FusedLayers
+from baton.models.layer_cache import LayerCache
 from baton.models.layers.decoder_layer import Attention, DecoderLayer, FusionLayer
 from baton.models.layers.latent import LatentAttention
 from baton.models.layers.layernorm import RMSNorm

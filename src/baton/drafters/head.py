@@ -19,8 +19,8 @@ from baton.drafters.base import DraftBatch
 from baton.drafters.chain import IntArray
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM, Embedding
-from baton.models.cache import KVLayerSpec, LatentLayerSpec, LayerCache, LayerSpec
 from baton.models.config import ModelConfig
+from baton.models.layer_cache import KVLayerSpec, LatentLayerSpec, LayerCache, LayerSpec
 from baton.models.layers.linear import Build, Linear
 from baton.models.layers.rotary import Rotary
 from baton.models.loading.loader import fill_module

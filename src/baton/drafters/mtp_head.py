@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from baton.drafters.head import HeadDrafter
 from baton.models.base import CausalLM
-from baton.models.cache import LayerCache
 from baton.models.config import ModelConfig
+from baton.models.layer_cache import LayerCache
 from baton.models.layers.layernorm import make_norm
 from baton.models.layers.linear import Build, Linear
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from baton.drafters.head import HeadDrafter
 from baton.models.base import CausalLM
-from baton.models.cache import LayerCache
 from baton.models.families.deepseek_v4 import V4Config
-from baton.models.families.streams import StreamHead
+from baton.models.families.hyper_connections import StreamHead
+from baton.models.layer_cache import LayerCache
 from baton.models.layers.layernorm import make_norm
 from baton.models.layers.linear import Build, Linear
 

@@ -15,7 +15,7 @@ from baton.drafters.base import DraftBatch
 from baton.drafters.chain import IntArray
 from baton.errors import ConfigError
 from baton.models.base import CausalLM
-from baton.models.cache import LayerSpec
+from baton.models.layer_cache import LayerSpec
 from baton.models.layers.linear import Build
 
 # vLLM's default if neither length is given.

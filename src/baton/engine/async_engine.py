@@ -14,7 +14,7 @@ import msgspec
 from baton.engine.build import build_engine
 from baton.engine.config import EngineConfig, block_sizes
 from baton.engine.metrics import EngineMetrics
-from baton.engine.requests import make_request
+from baton.engine.request_checks import make_request
 from baton.errors import EngineStalledError, EngineUnavailableError, RequestError
 from baton.handoff.agent.agent import HandoffAgent
 from baton.kernels.cpu.affinity import bind_team

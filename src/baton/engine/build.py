@@ -17,12 +17,12 @@ from baton.engine.attention.registry import get_backend
 from baton.engine.config import EngineConfig
 from baton.engine.core import EmitChunk, EngineCore
 from baton.engine.executor import Executor, LocalExecutor
-from baton.engine.handoff import HandoffLegs
 from baton.engine.info import engine_info
-from baton.engine.layer_stream import LayerStream
-from baton.engine.leg import LegSettings
+from baton.engine.legs.handoff_legs import HandoffLegs
+from baton.engine.legs.layer_stream import LayerStream
+from baton.engine.legs.leg import LegSettings
 from baton.engine.loading.checkpoints import Loaded, load_checkpoints
-from baton.engine.loading.facts import engine_facts
+from baton.engine.loading.engine_facts import engine_facts
 from baton.engine.mailbox import Mailbox
 from baton.engine.memory.group_memory import GroupMemory
 from baton.engine.memory.kv_memory import KVMemory, kv_memory, model_groups
@@ -30,9 +30,9 @@ from baton.engine.memory.pool_size import Memory
 from baton.engine.metrics import EngineMetrics
 from baton.engine.ranks.agents import make_agents
 from baton.engine.ranks.collective import expert_ranks
-from baton.engine.ranks.executor import RankExecutor
 from baton.engine.ranks.followers import Followers, start_followers
 from baton.engine.ranks.lockstep import Lockstep, WakeSockets
+from baton.engine.ranks.rank_executor import RankExecutor
 from baton.engine.request import Request
 from baton.engine.runner import ModelRunner, plan_spec
 from baton.engine.sampling.stopping import until_stop
@@ -41,8 +41,8 @@ from baton.engine.speculation.start import enable_adaptive_drafts
 from baton.engine.step import DecodingLimits
 from baton.errors import ConfigError, EngineUnavailableError, HandoffError
 from baton.handoff.agent.agent import AgentConfig, EngineWatch, HandoffAgent, Timers
-from baton.handoff.agent.calls import Agent
 from baton.handoff.agent.instance import InstanceAgent
+from baton.handoff.agent.leg_events import Agent
 from baton.handoff.protocol.messages import MAX_DRAFTS
 from baton.handoff.protocol.ticket import Redeemer, load_or_create_key
 from baton.handoff.session.config import DEFAULT_MAX_RETRIES, own_bind

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from baton.engine.handoff import HandoffLegs
-from baton.engine.leg import Effect, PagesReleased, PrefixArrived, RequestFailed, SeedsArrived
+from baton.engine.legs.handoff_legs import HandoffLegs
+from baton.engine.legs.leg import Effect, PagesReleased, PrefixArrived, RequestFailed, SeedsArrived
 from baton.engine.mailbox import Mailbox
 from baton.engine.metrics import EngineMetrics
 from baton.engine.planning import DraftRows

@@ -10,7 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.plan import (
+from baton.engine.runner import ModelRunner, TargetOutput
+from baton.engine.sampling.prompt_logprobs import prompt_logprobs
+from baton.engine.sampling.sampler import choose_tokens
+from baton.engine.step_plans import (
     DraftPlan,
     DraftResult,
     IntArray,
@@ -20,9 +23,6 @@ from baton.engine.plan import (
     StepResult,
     Written,
 )
-from baton.engine.runner import ModelRunner, TargetOutput
-from baton.engine.sampling.prompt_logprobs import prompt_logprobs
-from baton.engine.sampling.sampler import choose_tokens
 from baton.wire import TokenLogprobs
 
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from baton.engine.build import build_engine
 from baton.engine.config import EngineConfig, declared_settings
 from baton.engine.metrics import EngineMetrics
-from baton.engine.requests import make_request
+from baton.engine.request_checks import make_request
 from baton.errors import ConfigError, RequestError
 from baton.openai.output import ChoiceOutput
 from baton.sampling_params import SamplingParams

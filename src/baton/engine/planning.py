@@ -9,7 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.drafters.chain import ModuleChain
-from baton.engine.plan import (
+from baton.engine.request import Request
+from baton.engine.sampling.sampling_state import SamplingRows, noise_of, sampling_of
+from baton.engine.scheduler import ScheduledRows
+from baton.engine.step_plans import (
     DraftPlan,
     DraftSlots,
     Int32Array,
@@ -20,9 +23,6 @@ from baton.engine.plan import (
     StateSlots,
     StepPlan,
 )
-from baton.engine.request import Request
-from baton.engine.sampling.sampling_state import SamplingRows, noise_of, sampling_of
-from baton.engine.scheduler import ScheduledRows
 from baton.kv.geometry import NULL_PAGE
 from baton.kv.interval import known_entries
 from baton.structured import Allowed, Known

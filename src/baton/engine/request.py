@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from baton.engine.sampling.sampling_state import SamplingState
 from baton.errors import RequestError
+from baton.kv.block_tables import BlockTables
 from baton.kv.prefix import salted_root
-from baton.kv.tables import BlockTables
 from baton.sampling_params import SamplingParams
 from baton.structured import Allowed, Matcher
 from baton.wire import UNHURRIED_S, FinishReason, GenerateRequest, LegTimings, TokenLogprobs

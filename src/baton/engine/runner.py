@@ -19,8 +19,8 @@ from baton.engine.attention.paged_cache import LayerMap, PagedCache, layer_map
 from baton.engine.attention.scan import StateBatch
 from baton.engine.memory.draft_states import DraftStates
 from baton.engine.memory.group_memory import GroupMemory
-from baton.engine.plan import NOT_FINITE, DraftPlan, DraftResult, Int32Array, IntArray, PlanSpec, Rows, Written
 from baton.engine.sampling.sampler import DraftSampler
+from baton.engine.step_plans import NOT_FINITE, DraftPlan, DraftResult, Int32Array, IntArray, PlanSpec, Rows, Written
 from baton.kv.spec import GroupSpec, Owner
 from baton.models.base import CausalLM
 from baton.models.fused_head import FusedHead

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import islice
 
 from baton.engine.request import Request, RequestStatus
+from baton.kv.block_tables import BlockTables, Destination
 from baton.kv.cache import KVCache
 from baton.kv.interval import Interval
-from baton.kv.tables import BlockTables, Destination
 
 # How many waiting prompts are looked at for short ones, beside a long one.
 _LOOKED_AT = 64

@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.clock import Clock
-from baton.engine.handoff import HandoffLegs
+from baton.engine.legs.handoff_legs import HandoffLegs
 from baton.engine.metrics import EngineMetrics
-from baton.engine.plan import NOT_FINITE, StepPlan, StepResult
 from baton.engine.planning import DraftRows, FeatureRows, SampledRequest, allowed_tokens, draft_plan, step_plan
 from baton.engine.request import Request
 from baton.engine.sampling.logprobs import token_logprobs
@@ -27,6 +26,7 @@ from baton.engine.scheduler import ScheduledRows, Scheduler
 from baton.engine.speculation.adaptive import AdaptiveDrafts, limit_drafts
 from baton.engine.speculation.deferred import DeferredRows
 from baton.engine.speculation.probe import draft_probe, target_probe
+from baton.engine.step_plans import NOT_FINITE, StepPlan, StepResult
 from baton.errors import NonFiniteLogitsError, RequestError, refusal_text
 from baton.wire import TokenChunk, TokenLogprobs
 

@@ -9,13 +9,13 @@ import math
 from collections.abc import Callable, Container, Mapping, Sequence
 
 from baton.errors import CapacityError
+from baton.kv.block_tables import BlockTables, Destination
 from baton.kv.geometry import NULL_PAGE
 from baton.kv.hits import agreed, cut, look_up
 from baton.kv.interval import Interval
-from baton.kv.pool import PrefixHit
+from baton.kv.page_pool import PrefixHit
 from baton.kv.spec import GroupSpec, Owner
-from baton.kv.states import StatePool
-from baton.kv.tables import BlockTables, Destination
+from baton.kv.state_pool import StatePool
 from baton.kv.windows import page_pool
 
 CopyPage = Callable[[str, int, int], None]

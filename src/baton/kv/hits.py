@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from baton.kv.pool import PagePool, PrefixHit
-from baton.kv.tables import BlockTables
+from baton.kv.block_tables import BlockTables
+from baton.kv.page_pool import PagePool, PrefixHit
 
 Hits = dict[str, PrefixHit]
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from baton.kv.block_tables import BlockTables, Destination
 from baton.kv.cache import KVCache
 from baton.kv.geometry import NULL_PAGE
 from baton.kv.interval import Interval
-from baton.kv.pool import PagePool
-from baton.kv.states import StatePool
-from baton.kv.tables import BlockTables, Destination
+from baton.kv.page_pool import PagePool
+from baton.kv.state_pool import StatePool
 from baton.kv.windows import WindowPool
 
 # How many entries of a window the source shares, if it has them, besides those that the next query sees. The

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from baton.kv.geometry import NULL_PAGE
 from baton.kv.interval import Rules
-from baton.kv.pool import PagePool, PrefixHit
+from baton.kv.page_pool import PagePool, PrefixHit
 from baton.kv.prefix import Chain
 from baton.kv.spec import GroupSpec
 

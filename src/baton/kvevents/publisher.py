@@ -20,7 +20,7 @@ import zmq
 from baton.errors import ConfigError
 from baton.kv.cache import KVCache
 from baton.kv.spec import GroupSpec
-from baton.kv.states import StatePool
+from baton.kv.state_pool import StatePool
 from baton.kvevents.config import KVEventsConfig
 from baton.kvevents.messages import END_SEQUENCE, SEQUENCE_BYTES, EventBatch, encode_batch
 from baton.kvevents.recorder import EventRecorder, RecordedGroup

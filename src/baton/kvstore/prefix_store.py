@@ -16,11 +16,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from baton.kv.block_tables import BlockTables
 from baton.kv.interval import MAX_TOKENS
-from baton.kv.pool import PagePool
+from baton.kv.page_pool import PagePool
 from baton.kv.prefix import Chain
-from baton.kv.states import StatePool
-from baton.kv.tables import BlockTables
+from baton.kv.state_pool import StatePool
 from baton.kvstore.store import ByteArray, FileStore, content_key
 from baton.kvstore.threads import started_executor
 from baton.log_limit import LogLimit

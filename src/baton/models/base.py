@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from baton.models.cache import KVLayerSpec, LayerCache, LayerSpec
 from baton.models.config import ModelConfig, RawConfig
 from baton.models.fused_layers import FusedLayers
+from baton.models.layer_cache import KVLayerSpec, LayerCache, LayerSpec
 from baton.models.layers.decoder_layer import DecoderLayer
 from baton.models.layers.layernorm import make_norm
 from baton.models.layers.linear import Build, Linear

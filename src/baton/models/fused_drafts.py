@@ -13,9 +13,9 @@ from torch import Tensor
 from baton.kernels.cpu.fused import fields as at
 from baton.kernels.cpu.fused.products import BLOCK
 from baton.kernels.cpu.small_gemm import MAX_ROWS
-from baton.models.cache import KVRegions, LayerCache
 from baton.models.fused_head import BEST_BYTES
 from baton.models.fused_layers import FusedLayers, Int64, eps_of, rotary_tables
+from baton.models.layer_cache import KVRegions, LayerCache
 from baton.models.layers.layernorm import RMSNorm
 from baton.models.layers.linear import Linear
 from baton.models.layers.rotary import Rotary

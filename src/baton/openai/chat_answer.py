@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Iterable
 from typing import Protocol
 
 from baton.openai.format import Json
-from baton.openai.http.errors import ApiError, to_api_error
+from baton.openai.http.api_errors import ApiError, to_api_error
 from baton.openai.output import ChoiceOutput, Delta
 from baton.openai.plan import Plan
 from baton.openai.service import Begun, OpenAIService

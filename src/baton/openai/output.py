@@ -7,7 +7,7 @@ import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.openai.http.errors import error_of_chunk
+from baton.openai.http.api_errors import error_of_chunk
 from baton.parsing import Content, ParsedEvent, Parser, Reasoning
 from baton.text import IncrementalDetokenizer, StopChecker, Tokenizer
 from baton.wire import FinishReason, GenerateRequest, TokenChunk, TokenLogprobs

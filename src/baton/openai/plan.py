@@ -26,7 +26,7 @@ from baton.openai.requests import (
 from baton.openai.tools import NO_PARSING, CheckedTools, NamedChoice, Parsing
 from baton.parsing import Parser
 from baton.sampling_params import SamplingParams
-from baton.text.bad_words import word_tokens
+from baton.text.word_tokens import word_tokens
 from baton.wire import GenerateRequest, Mode, PromptIds
 
 MAX_CHOICES = 256  # prompts times n in one request

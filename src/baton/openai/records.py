@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from prometheus_client import Counter
 
 from baton.log_limit import LogLimit
+from baton.openai.http.api_errors import ApiError
 from baton.openai.http.caller import CALLER, line_of
-from baton.openai.http.errors import ApiError
 from baton.openai.http.metrics import FrontMetrics
 from baton.openai.http.tracing import TRACE
 from baton.openai.output import Times

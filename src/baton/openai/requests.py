@@ -1,4 +1,4 @@
-"""Request bodies of the OpenAI API, and their `SamplingParams`. `fields` refuses or ignores all other fields."""
+"""Request bodies of the OpenAI API, and their `SamplingParams`. All other fields: see `refused_fields`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from baton.errors import RequestError
-from baton.openai.fields import NOTHING_ELSE, Refused, refuse_unserved
 from baton.openai.http.caller import note_user
+from baton.openai.refused_fields import NOTHING_ELSE, Refused, refuse_unserved
 from baton.openai.structured import ResponseFormat, StructuredOutputs, structured_params
 from baton.openai.tools import NO_TOOLS, CheckedTools, Tool, ToolCall, ToolChoice
 from baton.sampling_params import (

@@ -14,7 +14,7 @@ import msgspec
 from baton.errors import EngineUnavailableError, RequestError
 from baton.openai import format as fmt
 from baton.openai.backend import Backend, ServedModel
-from baton.openai.http.errors import to_api_error
+from baton.openai.http.api_errors import to_api_error
 from baton.openai.http.metrics import FrontMetrics
 from baton.openai.output import ChoiceOutput, Delta
 from baton.openai.plan import Plan, check_model

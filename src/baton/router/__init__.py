@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from baton.router.app import build_app
-    from baton.router.backend import RouterBackend
     from baton.router.config.router_config import RouterConfig
     from baton.router.pool import EnginePool
     from baton.router.pooled_engine import PooledEngine
+    from baton.router.router_backend import RouterBackend
 
 __all__ = ["EnginePool", "PooledEngine", "RouterBackend", "RouterConfig", "build_app"]
 _MODULES = {

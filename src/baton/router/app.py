@@ -18,26 +18,26 @@ from baton.error_help import CODE_BY_ERROR
 from baton.errors import REASONS, ConfigError, EngineUnavailableError, RequestError, reason_label
 from baton.observe.tracing.tracer import Tracer, make_tracer
 from baton.openai import FrontMetrics, OpenAIService
+from baton.openai.api_routes import add_health, add_openai_routes
 from baton.openai.http.app import BODIES, json_response, new_app
 from baton.openai.http.metrics import Row, RowCollector, counter, gauge
 from baton.openai.records import throughput_reports
-from baton.openai.routes import add_health, add_openai_routes
 from baton.router.admin import Admin
-from baton.router.backend import RouterBackend
 from baton.router.clients.engine_client import new_session
 from baton.router.config.router_config import RouterConfig
 from baton.router.connectors import create_connector
 from baton.router.connectors.base import Connector, ConnectorConfig
-from baton.router.dashboard import add_dashboard
+from baton.router.dashboard_routes import add_dashboard
 from baton.router.discovery import Discovery, Service, read_services
 from baton.router.hand_back import HandBacks
 from baton.router.index.readers import EventReaders, read_sources
 from baton.router.observer import RequestObserver
 from baton.router.policies import PolicyConfig, create_policies
 from baton.router.pool import EnginePool
+from baton.router.router_backend import RouterBackend
 from baton.router.routes import WHYS, Routes
 from baton.router.scrape import Shared, deployment_metrics
-from baton.router.status.report import deployment_status, describe_engine, fault_counts, own_status
+from baton.router.status.deployment_status import deployment_status, describe_engine, fault_counts, own_status
 from baton.router.workers.siblings import Change, Member, Siblings
 from baton.text import Tokenizer
 from baton.waiting import AdmissionLimit

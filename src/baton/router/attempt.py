@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.errors import reason_label
-from baton.openai.http.errors import error_of_chunk
+from baton.openai.http.api_errors import error_of_chunk
 from baton.router.connectors.base import HandoffOutcome
 from baton.router.join import Joined, LegChunks, LegFailed
 from baton.router.pooled_engine import PooledEngine

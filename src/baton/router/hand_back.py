@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from baton.errors import BatonError, EngineUnavailableError, HandoffError
 from baton.observe.pace import TokenPace
-from baton.openai.http.errors import error_of_chunk
+from baton.openai.http.api_errors import error_of_chunk
 from baton.openai.http.metrics import Row, counter
 from baton.router.connectors.base import Connector, PrefixLeg
 from baton.router.leg_tasks import Chunks, LegWatch

@@ -15,16 +15,16 @@ from aiohttp import web
 
 from baton.errors import EngineUnavailableError, RequestError
 from baton.openai import FrontMetrics, OpenAIService, ServedModel
+from baton.openai.api_routes import add_health, add_openai_routes
 from baton.openai.backend import OnRoute
 from baton.openai.http.access import OPEN, Access
+from baton.openai.http.api_errors import to_api_error
 from baton.openai.http.app import BODIES, json_response, new_app
 from baton.openai.http.connections import Stream
-from baton.openai.http.errors import to_api_error
 from baton.openai.http.limits import HttpLimits
 from baton.openai.http.metrics import RowCollector, with_vllm_names
 from baton.openai.records import SequenceRecord, throughput_reports
 from baton.openai.request_metrics import NO_METRICS, PerRequestMetrics
-from baton.openai.routes import add_health, add_openai_routes
 from baton.openai.tools import NO_PARSING, Parsing
 from baton.sampling_params import SamplingParams
 from baton.server.orca import reports_load

@@ -7,8 +7,8 @@ from typing import Any
 
 from baton.errors import ConfigError
 from baton.kv.spec import Owner
-from baton.plugin_base.facts import tokenizer_fact, weights_fact
-from baton.plugin_base.memory import cuda_region, host_region
+from baton.plugin_base.model_facts import tokenizer_fact, weights_fact
+from baton.plugin_base.regions import cuda_region, host_region
 from baton.sglang.geometry import RequestPages
 from baton.sglang.pools import RankPools
 from baton.sglang.seeds import MetadataRows

@@ -16,8 +16,9 @@ from sglang.srt.disaggregation.common.conn import (
 )
 
 from baton.errors import ProtocolError
-from baton.sglang import backend, compat
+from baton.sglang import compat
 from baton.sglang.legs import LegPhase, RankLeg, ReceiverLeg, SenderLeg
+from baton.sglang.rank_backend import start_rank_backend
 
 _PHASES = {"ready": KVPoll.WaitingForInput, "moving": KVPoll.Transferring, "done": KVPoll.Success}
 
@@ -51,7 +52,7 @@ class BatonKVManager(CommonKVManager):
         # It would take messages from anyone.
         self.server_socket.close(linger=0)
         self.prefill_info_table = _AnyPrefill()
-        self.backend = backend.start_rank_backend(args, disaggregation_mode.value, server, type(self).queue)
+        self.backend = start_rank_backend(args, disaggregation_mode.value, server, type(self).queue)
 
     def register_to_bootstrap(self) -> None:
         """Does nothing: routers ask the server for its identity (`hooks`)."""

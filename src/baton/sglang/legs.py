@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from baton.errors import HandoffError, ProtocolError, reason_label
-from baton.handoff.agent.calls import Agent
+from baton.handoff.agent.leg_events import Agent
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.handoff.protocol.ticket import Redeemer, SignedTicket, request_digest

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from baton.handoff.agent.calls import Agent, GiveUp, LegEvent
+from baton.handoff.agent.leg_events import Agent, GiveUp, LegEvent
 from baton.handoff.protocol.messages import AttemptKey
 
 E = TypeVar("E")

@@ -16,7 +16,7 @@ from baton.errors import CheckpointError, ConfigError, RequestError
 from baton.text.added_tokens import AddedTokens
 from baton.text.content_format import ContentFormatOption
 from baton.text.files import read_object
-from baton.text.llama import apply_class
+from baton.text.llama_tokenizer import apply_class
 from baton.text.spelling import Spelling, escaped_text
 from baton.text.template import DEFAULT, TOOL_USE, ChatTemplate, read_templates
 

@@ -41,7 +41,7 @@ from baton.transports.base import (
     check_copies,
     check_regions,
 )
-from baton.transports.mapped.memory import MemoryPeer
+from baton.transports.mapped.memory_transport import MemoryPeer
 
 FaultKind = Literal[
     "drop",

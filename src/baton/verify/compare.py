@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.verify.acceptance import Acceptance, AcceptanceCheck
+from baton.verify.acceptance_check import Acceptance, AcceptanceCheck
 from baton.verify.observe import Case, Observed
 
 

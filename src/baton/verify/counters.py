@@ -12,7 +12,7 @@ from prometheus_client.samples import Sample
 from baton.errors import EngineUnavailableError, ProtocolError
 from baton.openai.answers import printable_line
 from baton.openai.client import OpenAIClient, base_url
-from baton.verify.acceptance import Acceptance
+from baton.verify.acceptance_check import Acceptance
 
 MAX_POSITIONS = 1024
 _PREFIXES = ("vllm:", "baton:")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from baton.verify.acceptance import Acceptance, AcceptanceCheck
+from baton.verify.acceptance_check import Acceptance, AcceptanceCheck
 from baton.verify.compare import Report
 
 MAX_SHOWN = 5

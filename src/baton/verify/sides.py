@@ -15,7 +15,7 @@ from baton.deployment import Deployment
 from baton.errors import BatonError, ConfigError
 from baton.imports import without_gc
 from baton.openai.client import OpenAIClient, base_url, connected_client
-from baton.verify.acceptance import Acceptance
+from baton.verify.acceptance_check import Acceptance
 from baton.verify.counters import metrics_urls, read_counters, read_handed_back, read_settled
 from baton.verify.observe import (
     REQUEST_TIMEOUT_S,

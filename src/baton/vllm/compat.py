@@ -11,7 +11,7 @@ import msgspec
 
 from baton.errors import ConfigError
 from baton.kv.spec import Owner
-from baton.plugin_base.facts import tokenizer_fact, weights_fact
+from baton.plugin_base.model_facts import tokenizer_fact, weights_fact
 from baton.plugin_base.ranks import gather_bytes
 from baton.sampling_params import SamplingDefaults
 from baton.vllm.config import FirstStep

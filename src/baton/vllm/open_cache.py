@@ -12,8 +12,8 @@ from typing import Any
 
 from baton.handoff.agent.agent import HandoffAgent
 from baton.handoff.agent.instance import InstanceAgent
-from baton.handoff.agent.limits import check_messages
-from baton.plugin_base.agent import start_agent
+from baton.handoff.agent.message_sizes import check_messages
+from baton.plugin_base.rank_agent import start_agent
 from baton.plugin_base.ranks import JoinedWorkers, WorkerPart, join_workers
 from baton.transports.base import Transport
 from baton.transports.registry import transport_name

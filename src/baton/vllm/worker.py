@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import HandoffError, reason_label
-from baton.handoff.agent.calls import Agent
 from baton.handoff.agent.layers import WrittenLayers
+from baton.handoff.agent.leg_events import Agent
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.kv.interval import Interval

@@ -13,11 +13,11 @@ from baton.engine.attention.base import AttnBatch
 from baton.engine.attention.latent import PagedLatentAttention
 from baton.engine.attention.scan import StateBatch, scan
 from baton.engine.memory.group_memory import GroupMemory
-from baton.engine.plan import StateSlots
+from baton.engine.step_plans import StateSlots
 from baton.errors import BatonError
 from baton.kernels.cpu import omp
 from baton.kv.spec import GroupSpec, PlaneSpec, kv_planes, latent_planes
-from baton.models.cache import ScanRows, States
+from baton.models.layer_cache import ScanRows, States
 from testkit.handoffs.planes import split_latent_planes
 
 HEADS, LATENT, ROPE, LENGTH = 3, 24, 8, 150

@@ -10,7 +10,7 @@ from torch import Tensor
 from baton.engine.attention import sparse
 from baton.engine.attention.base import AttnBatch
 from baton.errors import BatonError
-from baton.models.cache import Chosen, IndexRows
+from baton.models.layer_cache import Chosen, IndexRows
 
 HEADS, SIZE, TOP_K, LENGTH, PAGE = 3, 10, 6, 150, 7
 

@@ -14,7 +14,7 @@ import pytest
 
 from baton.comparison import differing_facts
 from baton.engine.config import SpeculativeConfig
-from baton.engine.plan import DraftPlan, DraftResult
+from baton.engine.step_plans import DraftPlan, DraftResult
 from baton.errors import ConfigError
 from baton.sampling_params import SamplingParams
 from testkit.checkpoints.common import make_checkpoint

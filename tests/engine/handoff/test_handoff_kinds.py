@@ -16,13 +16,13 @@ import torch
 
 from baton.engine.config import SpeculativeConfig
 from baton.engine.core import EngineCore
-from baton.engine.plan import DraftResult
-from baton.handoff.agent.calls import LegEvent
+from baton.engine.step_plans import DraftResult
+from baton.handoff.agent.leg_events import LegEvent
 from baton.handoff.protocol.events import Declared, Sampled
 from baton.handoff.protocol.messages import AttemptKey
+from baton.kv.block_tables import BlockTables
 from baton.kv.cache import KVCache
 from baton.kv.interval import Interval, Rules
-from baton.kv.tables import BlockTables
 from baton.sampling_params import SamplingParams
 from testkit.checkpoints.common import make_checkpoint, make_drafter
 from testkit.engines import (

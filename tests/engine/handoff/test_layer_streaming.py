@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from baton.engine import layer_stream
 from baton.engine.config import EngineConfig
-from baton.engine.layer_stream import LayerStream
+from baton.engine.legs import layer_stream
+from baton.engine.legs.layer_stream import LayerStream
 from baton.engine.runner import ModelRunner, TargetOutput
 from baton.errors import BatonError, ConfigError
-from baton.handoff.agent.calls import LegEvent
 from baton.handoff.agent.instance import InstanceAgent
+from baton.handoff.agent.leg_events import LegEvent
 from baton.handoff.protocol.events import Declared, LayersWithdrawn, LayersWritten
 from baton.handoff.protocol.messages import AttemptKey
 from testkit.engines import TARGET, Pair, Stepped, Stream, kv_of, pair, stepped

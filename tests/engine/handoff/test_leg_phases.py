@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine.leg import Leg, LegStatus
+from baton.engine.legs.leg import Leg, LegStatus
 from baton.errors import UndefinedTransitionError
 
 

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from baton.errors import WrongEngineError
-from baton.handoff.agent.calls import DecodeLeg, DecodePages, GiveUp
+from baton.handoff.agent.leg_events import DecodeLeg, DecodePages, GiveUp
 from baton.handoff.protocol.events import DecodeAdmitted, DecodeFailed, DecodeFinished, DecodeProgress, DecodeReleased
 from baton.handoff.protocol.messages import AttemptKey, Seeds
-from baton.openai.http.errors import to_api_error
+from baton.openai.http.api_errors import to_api_error
 from baton.sampling_params import SamplingParams
 from baton.testing import RecordingAgent
 from baton.text import Tokenizer

@@ -13,8 +13,8 @@ import torch
 from baton.comparison import token_identity
 from baton.engine.build import build_engine
 from baton.engine.config import EngineConfig
-from baton.engine.loading import facts
-from baton.engine.requests import make_request
+from baton.engine.loading import engine_facts
+from baton.engine.request_checks import make_request
 from baton.errors import IncompatiblePeerError, RequestError
 from baton.models.base import CausalLM
 from baton.sampling_params import SamplingParams
@@ -45,19 +45,19 @@ def test_the_probe_depends_on_nothing_that_may_differ() -> None:
 
 def test_the_probe_sees_the_last_bit_of_logits_and_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [facts_of(batch_invariant=True)["numerics.probe"]]
-    logits, noise = CausalLM.compute_logits, facts.gumbel
+    logits, noise = CausalLM.compute_logits, engine_facts.gumbel
     with monkeypatch.context() as other:
         other.setattr(CausalLM, "compute_logits", lambda self, x: torch.nextafter(logits(self, x), torch.tensor(9e9)))
         found.append(facts_of(batch_invariant=True)["numerics.probe"])
     with monkeypatch.context() as other:
-        other.setattr(facts, "gumbel", lambda *a: noise(*a) * (1 + 2**-52))
+        other.setattr(engine_facts, "gumbel", lambda *a: noise(*a) * (1 + 2**-52))
         found.append(facts_of(batch_invariant=True)["numerics.probe"])
     assert len(set(found)) == 3
 
 
 def test_engines_that_compute_other_bits_are_incompatible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     probes = iter(["of one machine", "of another"])
-    monkeypatch.setattr(facts, "numeric_probe", lambda *a: next(probes))
+    monkeypatch.setattr(engine_facts, "numeric_probe", lambda *a: next(probes))
     with pair(tmp_path) as engines:
         _, decoded = engines.legs("r", [1, 2, 3], SamplingParams(max_tokens=4, temperature=0.0), "push")
         engines.step_until(lambda: decoded.ended)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from baton.engine.config import KVTransferConfig, SpeculativeConfig
 from baton.engine.executor import LocalExecutor
 from baton.engine.memory.draft_states import DraftStates
-from baton.engine.plan import DraftPlan, DraftResult, DraftSlots, Noise, Rows
+from baton.engine.step_plans import DraftPlan, DraftResult, DraftSlots, Noise, Rows
 from baton.models.loading.loader import load_model
 from baton.sampling_params import SamplingParams
 from testkit.checkpoints.kinds import WholeSequence

@@ -21,8 +21,8 @@ from baton.engine.attention.registry import get_backend
 from baton.engine.config import EngineConfig, SpeculativeConfig
 from baton.engine.memory.group_memory import GroupMemory
 from baton.engine.memory.kv_memory import model_groups
-from baton.engine.plan import Rows
 from baton.engine.runner import ModelRunner
+from baton.engine.step_plans import Rows
 from baton.errors import CheckpointError
 from baton.kv.interval import Rules
 from baton.models.families.compressed import Compressor

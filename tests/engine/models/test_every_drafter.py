@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from baton.engine.config import SpeculativeConfig
-from baton.engine.plan import DraftPlan, DraftResult
+from baton.engine.step_plans import DraftPlan, DraftResult
 from baton.errors import CheckpointError
 from baton.kv.cache import KVCache
 from baton.models.architectures.glm4_moe import Glm4Moe

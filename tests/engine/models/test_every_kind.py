@@ -14,9 +14,9 @@ import pytest
 from baton.drafters.registry import DRAFTERS
 from baton.engine.config import KVTransferConfig, SpeculativeConfig
 from baton.errors import ConfigError
+from baton.kv.block_tables import BlockTables
 from baton.kv.cache import KVCache
 from baton.kv.interval import Rules
-from baton.kv.tables import BlockTables
 from baton.sampling_params import SamplingParams
 from testkit.checkpoints import kinds
 from testkit.checkpoints.common import make_drafter

@@ -13,7 +13,7 @@ import torch
 
 from baton.engine.config import KVTransferConfig, SpeculativeConfig
 from baton.errors import CheckpointError
-from baton.kv.tables import BlockTables
+from baton.kv.block_tables import BlockTables
 from baton.models.loading.loader import load_model
 from baton.sampling_params import SamplingParams
 from testkit.checkpoints.common import make_drafter

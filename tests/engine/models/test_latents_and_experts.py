@@ -15,7 +15,7 @@ from torch import Tensor
 
 from baton.engine.config import SpeculativeConfig
 from baton.engine.executor import LocalExecutor
-from baton.engine.plan import Rows
+from baton.engine.step_plans import Rows
 from baton.errors import CheckpointError
 from baton.models.loading.loader import load_model
 from baton.models.registry import model_class

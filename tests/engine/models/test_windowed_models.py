@@ -19,7 +19,7 @@ import torch
 from baton import LLM
 from baton.engine.config import SpeculativeConfig
 from baton.models.base import CausalLM
-from baton.models.cache import KVLayerSpec
+from baton.models.layer_cache import KVLayerSpec
 from baton.models.loading.loader import load_model
 from baton.sampling_params import SamplingParams
 from testkit.checkpoints.common import make_drafter

@@ -11,7 +11,7 @@ import pytest
 
 from baton import LLM
 from baton.engine import executor
-from baton.engine.plan import Sampling
+from baton.engine.step_plans import Sampling
 from baton.errors import BatonError, EngineUnavailableError
 from testkit.inside import engine_of
 from tests.engine.ranks.test_rank_processes import GREEDY, PARAMS, PROMPTS, SETTINGS, TARGET

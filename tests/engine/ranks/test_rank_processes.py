@@ -16,9 +16,9 @@ import pytest
 
 from baton import LLM, SamplingParams, StructuredOutputsParams
 from baton.engine.config import EngineConfig, KVTransferConfig, SpeculativeConfig
-from baton.engine.plan import StepPlan, one_request
-from baton.engine.ranks.executor import RankExecutor
-from baton.engine.ranks.messages import Compute, decode_order, encode_message
+from baton.engine.ranks.orders import Compute, decode_order, encode_message
+from baton.engine.ranks.rank_executor import RankExecutor
+from baton.engine.step_plans import StepPlan, one_request
 from baton.errors import BatonError, ConfigError, EngineUnavailableError
 from baton.transports.mapped.segments import file_of
 from testkit.checkpoints.granite import make_granite

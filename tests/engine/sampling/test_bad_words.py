@@ -13,7 +13,7 @@ from baton.engine.sampling.bad_words import BadWords
 from baton.errors import RequestError
 from baton.sampling_params import SamplingParams, StructuredOutputsParams
 from baton.text import Tokenizer
-from baton.text.bad_words import word_tokens
+from baton.text.word_tokens import word_tokens
 from testkit.engines import TARGET, Stepped, pair, request, stepped
 
 POOL = {"kv_cache_memory": 16 << 20}

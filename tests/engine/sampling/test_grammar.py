@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.engine.requests import make_request
+from baton.engine.request_checks import make_request
 from baton.errors import RequestError
 from baton.sampling_params import SamplingParams, StructuredOutputsParams
 from baton.text import Tokenizer

@@ -20,10 +20,10 @@ from baton.engine.async_engine import AsyncEngine
 from baton.engine.config import EngineConfig, KVTransferConfig, SpeculativeConfig
 from baton.engine.executor import LocalExecutor
 from baton.engine.llm import LLM
-from baton.engine.plan import NOT_FINITE, DraftPlan, DraftResult
 from baton.engine.runner import ModelRunner
 from baton.engine.sampling.nonfinite import rows_not_finite
 from baton.engine.sampling.sampler import choose_tokens
+from baton.engine.step_plans import NOT_FINITE, DraftPlan, DraftResult
 from baton.errors import HandoffError
 from baton.handoff.protocol.events import DecodeProgress
 from baton.handoff.protocol.ticket import load_or_create_key

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from baton.engine.llm import LLM
-from baton.engine.plan import PromptLogprobRows
-from baton.engine.requests import make_request
+from baton.engine.request_checks import make_request
 from baton.engine.sampling.prompt_logprobs import prompt_logprobs
+from baton.engine.step_plans import PromptLogprobRows
 from baton.errors import RequestError
 from baton.sampling_params import SamplingParams
 from baton.wire import GenerateRequest, TokenChunk, TokenLogprobs

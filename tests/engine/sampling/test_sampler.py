@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engine.plan import Sampling
 from baton.engine.sampling import sampler
 from baton.engine.sampling.logprobs import token_logprobs
 from baton.engine.sampling.noise import gumbel, gumbel_rows, uniform
 from baton.engine.sampling.sampler import DraftSampler, choose_tokens
 from baton.engine.sampling.sampling_state import SamplingRows, SamplingState, noise_of, sampling_of
 from baton.engine.sampling.verifier import Verified, rejection_choice, verify
+from baton.engine.step_plans import Sampling
 from baton.errors import RequestError
 from baton.sampling_params import SamplingParams
 from baton.wire import TokenLogprobs

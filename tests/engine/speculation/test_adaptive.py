@@ -17,7 +17,7 @@ from msgspec import structs
 from baton.engine.config import SpeculativeConfig
 from baton.engine.config.speculative import MOST_AUTO_DRAFTS
 from baton.engine.request import Request
-from baton.engine.requests import make_request
+from baton.engine.request_checks import make_request
 from baton.engine.speculation.adaptive import CHOOSE_EVERY, PROBE_EVERY, SEEDED_DRAFTS, AdaptiveDrafts
 from baton.errors import ConfigError
 from baton.verify.observe import make_cases

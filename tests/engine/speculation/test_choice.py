@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.speculation.acceptance import FIRST_GUESS, AcceptanceRates
-from baton.engine.speculation.choice import LEAST_GAIN, RoundCosts, choose_drafts
+from baton.engine.speculation.acceptance_rates import FIRST_GUESS, AcceptanceRates
 from baton.engine.speculation.cost_model import LinearCost
+from baton.engine.speculation.draft_choice import LEAST_GAIN, RoundCosts, choose_drafts
 
 
 def rate(survival: np.ndarray, counts: Sequence[int], costs: RoundCosts) -> float:

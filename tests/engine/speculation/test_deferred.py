@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from baton.engine.plan import DraftPlan, DraftResult
 from baton.engine.planning import DraftRows, FeatureRows
 from baton.engine.request import Request, RequestStatus
 from baton.engine.speculation.adaptive import AdaptiveDrafts
 from baton.engine.speculation.deferred import MOST_STEPS, DeferredRows
+from baton.engine.step_plans import DraftPlan, DraftResult
 from baton.wire import SamplingParams
 from testkit.engines import EAGLE3, Stepped, stepped
 from tests.engine.speculation.test_adaptive import auto, prompts_of

@@ -12,7 +12,7 @@ from baton.errors import (
     RequestError,
     refusal_text,
 )
-from baton.openai.http.errors import error_of_chunk, to_api_error
+from baton.openai.http.api_errors import error_of_chunk, to_api_error
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import BatonError
-from baton.router.workers.processes import WorkerProcesses
+from baton.router.workers.worker_processes import WorkerProcesses
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts on SIGTERM of a forked process")
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from baton.handoff.plan.planner import plan_copies
-from baton.plugin_base.memory import host_region
+from baton.plugin_base.regions import host_region
 from baton.sglang.geometry import BufferLayout, RequestPages, describe_buffers
 from baton.sglang.pools import RankPools, buffers
 

@@ -14,7 +14,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 from baton.errors import ConfigError
-from baton.plugin_base.agent import digester_of
+from baton.plugin_base.rank_agent import digester_of
 from baton.transports.base import DeviceMemory
 from baton.vllm import compat
 from baton.vllm.config import PluginConfig

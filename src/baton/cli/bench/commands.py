@@ -11,7 +11,7 @@ import typer
 from baton.cli.bench.data_plane import handoff_command, transport_command
 from baton.cli.bench.load import load_command
 from baton.cli.options import ModelArgument, with_options
-from baton.cli.tables import JsonFlag
+from baton.cli.results import JsonFlag
 from baton.engine.config import SpeculativeConfig
 from baton.engine.loading.hub import checkpoint_directory
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from baton.cli.tables import JsonFlag, OutputJson, parse_list, show_table, write_json
+from baton.cli.results import JsonFlag, OutputJson, parse_list, show_table, write_json
 from baton.engine.config import parse_size
 from baton.errors import ConfigError
 

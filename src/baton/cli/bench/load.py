@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
-from baton.bench.tools import LoadTool, tool_command
+from baton.bench.load_generators import LoadTool, tool_command
 from baton.cli.bench.load_options import DatasetOptions, ReportOptions, TargetOptions, TrafficOptions
-from baton.cli.tables import JsonFlag, show_table
+from baton.cli.results import JsonFlag, show_table
 from baton.errors import ConfigError, EngineUnavailableError
 
 # Per request, only for --save-detailed.
@@ -126,7 +126,7 @@ async def _run(target: TargetOptions, dataset: DatasetOptions, traffic: TrafficO
     import numpy as np
 
     from baton.bench.load import Load, run_load
-    from baton.bench.prompts import PrefixRepetition, RandomPrompts, arrival_times
+    from baton.bench.load_requests import PrefixRepetition, RandomPrompts, arrival_times
     from baton.engine.loading.hub import checkpoint_directory
     from baton.openai.client import base_url, connected_client
     from baton.text import Tokenizer

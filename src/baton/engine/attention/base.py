@@ -35,7 +35,7 @@ class AttnBatch:
 
 @dataclass(frozen=True, slots=True)
 class AttnRows:
-    """A layer's inputs. `k_TGD` and `v_TGD` None: nothing is written. `sinks_H`: see `models.cache.Attend`."""
+    """A layer's inputs. `k_TGD` and `v_TGD` None: nothing is written. `sinks_H`: see `models.layer_cache.Attend`."""
 
     q_THD: Tensor
     k_TGD: Tensor | None

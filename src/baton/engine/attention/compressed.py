@@ -16,7 +16,7 @@ from torch import Tensor
 from baton.engine.attention.base import AttnBatch
 from baton.engine.attention.latent import PagedLatents, attend_own
 from baton.engine.attention.sparse import choose_keys
-from baton.models.cache import ENTRY, INDEX, OPEN, TOKEN, Chosen, Compressed, IndexRows, WindowRows
+from baton.models.layer_cache import ENTRY, INDEX, OPEN, TOKEN, Chosen, Compressed, IndexRows, WindowRows
 
 _ROW_BLOCK = 16
 # Columns that carry a sink: three bfloat16 numbers add up to any float32.

@@ -19,7 +19,7 @@ from baton.engine.attention.base import AttnBatch
 from baton.engine.attention.latent_cpu import attend_latents
 from baton.engine.attention.sdpa import mark_nonfinite_rows, zero_nonfinite
 from baton.kernels.cpu.scalar import supports
-from baton.models.cache import Chosen, LatentHeads, slot_error
+from baton.models.layer_cache import Chosen, LatentHeads, slot_error
 
 _TILE = 64
 _ROW_BLOCK = 16

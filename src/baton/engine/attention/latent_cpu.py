@@ -12,7 +12,7 @@ from baton.engine.attention.base import AttnBatch
 from baton.engine.attention.paged_cpu import BatchAddresses
 from baton.kernels.cpu.latent_attention import ATTEND, FAULT
 from baton.kernels.cpu.omp import arguments, float_bits, threads_for
-from baton.models.cache import slot_error
+from baton.models.layer_cache import slot_error
 
 # Vectors (rows times heads) that share one load of a tile. Their queries and sums fit in a core's cache.
 _VECTORS = 128

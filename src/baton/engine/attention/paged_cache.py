@@ -20,9 +20,18 @@ from baton.engine.attention.paged_cpu import BatchAddresses, PagedCpuBackend
 from baton.engine.attention.scan import StateBatch, scan
 from baton.engine.attention.sparse import choose_keys
 from baton.engine.memory.group_memory import GroupMemory
-from baton.engine.plan import Written
+from baton.engine.step_plans import Written
 from baton.kv.spec import INDEX_PLANE, GroupSpec
-from baton.models.cache import Chosen, IndexRows, KVRegion, KVRegions, LatentHeads, LayerSpec, Recurrence, WindowRows
+from baton.models.layer_cache import (
+    Chosen,
+    IndexRows,
+    KVRegion,
+    KVRegions,
+    LatentHeads,
+    LayerSpec,
+    Recurrence,
+    WindowRows,
+)
 
 
 @dataclass(frozen=True, slots=True)

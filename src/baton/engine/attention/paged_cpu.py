@@ -12,7 +12,7 @@ from baton.engine.attention.base import AttnBatch, AttnRows
 from baton.errors import ConfigError
 from baton.kernels.cpu.omp import arguments, float_bits, threads_for
 from baton.kernels.cpu.paged_attention import ATTEND, FAULT, WRITE
-from baton.models.cache import slot_error
+from baton.models.layer_cache import slot_error
 
 # Multiply-adds worth one more thread.
 _PARALLEL_WORK = 1 << 17

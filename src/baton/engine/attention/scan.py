@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.plan import StateSlots
+from baton.engine.step_plans import StateSlots
 from baton.errors import BatonError
 from baton.kv.geometry import NULL_PAGE
-from baton.models.cache import Recurrence, ScanRows
+from baton.models.layer_cache import Recurrence, ScanRows
 
 
 @dataclass(frozen=True, slots=True)

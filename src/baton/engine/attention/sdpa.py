@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.attention.base import AttnBatch, AttnRows
-from baton.models.cache import slot_error
+from baton.models.layer_cache import slot_error
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from baton.engine.attention.base import AttnBatch
 from baton.engine.attention.latent import PagedLatents
 from baton.kernels.cpu.index_scores import score
 from baton.kernels.cpu.scalar import as_array, supports
-from baton.models.cache import Chosen, IndexRows, slot_error
+from baton.models.layer_cache import Chosen, IndexRows, slot_error
 
 _TILE = 64
 # Rows whose scores are in memory at once.

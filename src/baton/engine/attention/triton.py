@@ -17,7 +17,7 @@ from torch import Tensor
 
 from baton.engine.attention.base import AttnBatch, AttnRows
 from baton.errors import ConfigError
-from baton.models.cache import slot_error
+from baton.models.layer_cache import slot_error
 
 # Rows times query heads per KV head in one program, and keys in one tile.
 _BLOCK_M = 64

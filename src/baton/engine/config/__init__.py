@@ -1,6 +1,6 @@
 """Configuration of an engine: its settings, each declared once, and its start arguments."""
 
-from baton.engine.config.engine import EngineConfig
+from baton.engine.config.engine_config import EngineConfig
 from baton.engine.config.kv_transfer import KVTransferConfig
 from baton.engine.config.settings import DTYPES, RANKS, ServingSettings, StepSettings
 from baton.engine.config.speculative import SpeculativeConfig

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from baton.engine.plan import DraftPlan, DraftSlots, Int32Array, IntArray, StateSlots
+from baton.engine.step_plans import DraftPlan, DraftSlots, Int32Array, IntArray, StateSlots
 
 
 class DraftStates:

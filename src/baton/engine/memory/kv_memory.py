@@ -18,7 +18,7 @@ from baton.errors import ConfigError
 from baton.kv.interval import Kind
 from baton.kv.spec import GroupSpec, Owner, Planes, PlaneSpec, kv_planes, latent_planes
 from baton.models.base import CausalLM
-from baton.models.cache import (
+from baton.models.layer_cache import (
     EmptyLayerSpec,
     KVLayerSpec,
     LatentLayerSpec,

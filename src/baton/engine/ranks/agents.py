@@ -9,7 +9,7 @@ from baton.engine.memory.device_memory import make_digester
 from baton.engine.memory.kv_memory import KVMemory
 from baton.handoff.agent.agent import AgentConfig, EngineWatch, HandoffAgent
 from baton.handoff.agent.instance import InstanceAgent
-from baton.handoff.agent.limits import check_messages
+from baton.handoff.agent.message_sizes import check_messages
 from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.handoff.protocol.events import HandoffEvent
 from baton.handoff.session.config import own_bind

@@ -21,7 +21,7 @@ from baton.directories import RunDirectory
 from baton.engine.config import EngineConfig
 from baton.engine.memory.kv_memory import KVMemory
 from baton.engine.ranks.collective import connect_ranks
-from baton.engine.ranks.messages import (
+from baton.engine.ranks.orders import (
     MAX_MESSAGE_BYTES,
     Allocate,
     Done,

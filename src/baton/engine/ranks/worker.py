@@ -18,11 +18,11 @@ import torch
 from baton.engine.attention.registry import get_backend
 from baton.engine.executor import LocalExecutor
 from baton.engine.loading.checkpoints import load_checkpoints
-from baton.engine.loading.facts import numeric_probe
+from baton.engine.loading.engine_facts import numeric_probe
 from baton.engine.memory.group_memory import GroupMemory
 from baton.engine.memory.kv_memory import model_groups, parts_of
 from baton.engine.ranks.collective import connect_ranks
-from baton.engine.ranks.messages import (
+from baton.engine.ranks.orders import (
     MAX_MESSAGE_BYTES,
     Allocate,
     Compute,

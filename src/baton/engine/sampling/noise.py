@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from baton.engine.plan import Noise
+from baton.engine.step_plans import Noise
 
 _GUMBEL, _UNIFORM = 0, 1
 # The target draws the drafter's rows again one step later.

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.plan import IntArray
+from baton.engine.step_plans import IntArray
 
 
 def rows_not_finite(logits_NV: Tensor) -> IntArray:

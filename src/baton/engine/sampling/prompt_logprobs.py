@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton.engine.plan import PromptLogprobRows
 from baton.engine.sampling.logprobs import token_logprobs
 from baton.engine.sampling.nonfinite import rows_not_finite
+from baton.engine.step_plans import PromptLogprobRows
 from baton.wire import TokenLogprobs
 
 

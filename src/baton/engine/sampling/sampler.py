@@ -12,10 +12,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from baton.engine.plan import NOT_FINITE, FloatArray, IntArray, Noise, Sampling
 from baton.engine.sampling.noise import gumbel, gumbel_rows, uniform
 from baton.engine.sampling.nonfinite import rows_not_finite
 from baton.engine.sampling.verifier import rejection_choice
+from baton.engine.step_plans import NOT_FINITE, FloatArray, IntArray, Noise, Sampling
 from baton.structured.drafting import Constrained
 
 # Scores processed at once, so that several passes stay in a cache.

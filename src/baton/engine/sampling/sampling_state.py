@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton.engine.plan import FloatArray, IntArray, Masks, Noise, Sampling, TokenValues
 from baton.engine.sampling.bad_words import BadWords
+from baton.engine.step_plans import FloatArray, IntArray, Masks, Noise, Sampling, TokenValues
 from baton.sampling_params import SamplingParams
 from baton.structured import Allowed
 from baton.structured.matcher import Bits

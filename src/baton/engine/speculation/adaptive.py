@@ -15,9 +15,9 @@ import numpy.typing as npt
 from baton.engine.planning import DraftRows
 from baton.engine.request import Request
 from baton.engine.scheduler import ScheduledRows
-from baton.engine.speculation.acceptance import AcceptanceRates, Counts
-from baton.engine.speculation.choice import IntArray, RoundCosts, choose_drafts
+from baton.engine.speculation.acceptance_rates import AcceptanceRates, Counts
 from baton.engine.speculation.cost_model import LinearCost
+from baton.engine.speculation.draft_choice import IntArray, RoundCosts, choose_drafts
 from baton.engine.speculation.probe import draft_probe, target_probe
 from baton.engine.speculation.trials import Trials
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.drafters.chain import ModuleChain
-from baton.engine.plan import DraftPlan, DraftSlots, IntArray, Noise, PlanSpec, Rows, StateSlots, StepPlan
+from baton.engine.step_plans import DraftPlan, DraftSlots, IntArray, Noise, PlanSpec, Rows, StateSlots, StepPlan
 
 
 def target_probe(

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 
 from baton.clock import SystemClock
 from baton.errors import ConfigError, ProtocolError
-from baton.handoff.agent.calls import Agent, DecodeLeg, DecodePages, LegEvent, PrefillLeg
+from baton.handoff.agent.leg_events import Agent, DecodeLeg, DecodePages, LegEvent, PrefillLeg
 from baton.handoff.agent.machine_runner import OnPeer
 from baton.handoff.agent.rank_handoffs import RankHandoffs
 from baton.handoff.agent.stats import AgentStats
-from baton.handoff.agent.watch import ThreadWatch
-from baton.handoff.agent.worker import WorkerThread
+from baton.handoff.agent.thread_watch import ThreadWatch
+from baton.handoff.agent.worker_thread import WorkerThread
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.digests import Digester, cells_of

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from baton.handoff.agent.calls import Agent
+from baton.handoff.agent.leg_events import Agent
 from baton.handoff.plan.tables import copy_tables
 from baton.handoff.protocol.events import LayersWithdrawn, LayersWritten
 from baton.handoff.protocol.messages import AttemptKey

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 
 from baton.handoff.agent.attempts import DecodeAttempt
-from baton.handoff.agent.calls import Agent, DecodeLeg, DecodePages, GiveUp, LegEvent, PrefillLeg
+from baton.handoff.agent.leg_events import Agent, DecodeLeg, DecodePages, GiveUp, LegEvent, PrefillLeg
 from baton.handoff.agent.machine_runner import MachineRunner, OnPeer
 from baton.handoff.agent.routing import Routing
 from baton.handoff.agent.stats import AgentStats

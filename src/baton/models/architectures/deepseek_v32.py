@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from baton.errors import CheckpointError
-from baton.models.cache import LatentLayerSpec, LayerSpec
 from baton.models.config import ModelConfig, RawConfig, get_int
 from baton.models.families.deepseek import Deepseek, expert_layers, latent_fields, sigmoid_experts
+from baton.models.layer_cache import LatentLayerSpec, LayerSpec
 from baton.models.layers.decoder_layer import DecoderLayer
 from baton.models.layers.linear import Build
 from baton.models.layers.moe import feed_forward

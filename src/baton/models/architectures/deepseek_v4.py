@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM, Decoder
-from baton.models.cache import LayerSpec
 from baton.models.config import ModelConfig, RawConfig, RopeSpec, decoder_fields, get_float, get_int, read_rope
 from baton.models.families.compressed import CompressedSpec
 from baton.models.families.deepseek import require_value
 from baton.models.families.deepseek_v4 import V4Config, V4Layer
-from baton.models.families.streams import StreamHead, StreamSpec
+from baton.models.families.hyper_connections import StreamHead, StreamSpec
+from baton.models.layer_cache import LayerSpec
 from baton.models.layers.linear import Build
 from baton.models.layers.specs import IndexSpec, MoESpec
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from baton.errors import CheckpointError
 from baton.kernels.cpu.elementwise import gelu_mul
 from baton.models.base import CausalLM
-from baton.models.cache import Attend
 from baton.models.config import (
     ModelConfig,
     RawConfig,
@@ -29,6 +28,7 @@ from baton.models.config import (
     read_rope,
     sliding_layers,
 )
+from baton.models.layer_cache import Attend
 from baton.models.layers.decoder_layer import MLP, Attention
 from baton.models.layers.layernorm import make_norm
 from baton.models.layers.linear import Build

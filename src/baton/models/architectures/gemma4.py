@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from baton.errors import CheckpointError, ConfigError
 from baton.models.base import CausalLM, Decoder, Embedding
-from baton.models.cache import LayerSpec, SharedLayerSpec
 from baton.models.config import (
     ModelConfig,
     RawConfig,
@@ -28,6 +27,7 @@ from baton.models.config import (
     sliding_layers,
 )
 from baton.models.families.gemma4 import Gemma4Config, Gemma4Layer
+from baton.models.layer_cache import LayerSpec, SharedLayerSpec
 from baton.models.layers.layernorm import make_norm
 from baton.models.layers.linear import Build, Linear
 from baton.models.layers.parallel import stage_layers

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from baton.models.cache import (
+from baton.models.config import ModelConfig
+from baton.models.layer_cache import (
     ENTRY,
     INDEX,
     OPEN,
@@ -27,7 +28,6 @@ from baton.models.cache import (
     TokenPart,
     WindowRows,
 )
-from baton.models.config import ModelConfig
 from baton.models.layers.headwise import headwise, invariant_headwise
 from baton.models.layers.layernorm import UnitRMSNorm, make_norm
 from baton.models.layers.linear import Build, Linear, MergedLinear

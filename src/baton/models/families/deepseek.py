@@ -8,8 +8,8 @@ from torch import nn
 
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM
-from baton.models.cache import LatentLayerSpec, LayerSpec
 from baton.models.config import ModelConfig, RawConfig, decoder_fields, get_bool, get_float, get_int
+from baton.models.layer_cache import LatentLayerSpec, LayerSpec
 from baton.models.layers.decoder_layer import DecoderLayer
 from baton.models.layers.latent import LatentAttention
 from baton.models.layers.linear import Build

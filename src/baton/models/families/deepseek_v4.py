@@ -8,10 +8,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from baton.models.cache import LayerCache
 from baton.models.config import ModelConfig
 from baton.models.families.compressed import CompressedAttention, CompressedSpec
-from baton.models.families.streams import HyperConnection, StreamSpec
+from baton.models.families.hyper_connections import HyperConnection, StreamSpec
+from baton.models.layer_cache import LayerCache
 from baton.models.layers.decoder_layer import MLP
 from baton.models.layers.layernorm import make_norm
 from baton.models.layers.linear import Build

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from baton.kernels.cpu.scalar import supports
 from baton.models.architectures.gemma3 import GeluMLP, gelu_gate
-from baton.models.cache import KVLayerSpec, LayerCache
 from baton.models.config import ModelConfig
+from baton.models.layer_cache import KVLayerSpec, LayerCache
 from baton.models.layers.layernorm import UnitRMSNorm, make_norm
 from baton.models.layers.linear import Build, Linear, MergedLinear
 from baton.models.layers.moe import Experts, row_sum

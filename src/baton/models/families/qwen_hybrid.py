@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM
-from baton.models.cache import LayerCache, LayerSpec
 from baton.models.config import ModelConfig, RawConfig, decoder_fields, get_bool, get_int, rope_section
+from baton.models.layer_cache import LayerCache, LayerSpec
 from baton.models.layers.gated_attention import GatedAttention
 from baton.models.layers.gated_delta import GatedDeltaNet, GatedDeltaSpec
 from baton.models.layers.layernorm import make_norm

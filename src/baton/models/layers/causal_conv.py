@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from baton.kernels.cpu import causal_conv as causal_conv_cpu
 from baton.kernels.cpu.scalar import as_array, supports
 from baton.kernels.device import DeviceRows, has_kernels, triton_convolve
-from baton.models.cache import ScanRows
+from baton.models.layer_cache import ScanRows
 from baton.models.layers.linear import Build
 from baton.models.layers.parallel import Share
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from baton.kernels.cpu import elementwise
 from baton.kernels.cpu.elementwise import silu_mul
 from baton.kernels.cpu.scalar import supports
-from baton.models.cache import Attend, LayerCache
 from baton.models.config import ModelConfig
+from baton.models.layer_cache import Attend, LayerCache
 from baton.models.layers.layernorm import RMSNorm, make_norm
 from baton.models.layers.linear import Build, MergedLinear, WeightCut
 from baton.models.layers.rotary import rotate

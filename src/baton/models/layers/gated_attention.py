@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from baton.models.cache import Attend
 from baton.models.config import ModelConfig
+from baton.models.layer_cache import Attend
 from baton.models.layers.decoder_layer import sigmoid
 from baton.models.layers.layernorm import make_norm
 from baton.models.layers.linear import Build, MergedLinear

@@ -20,7 +20,7 @@ from baton.errors import CheckpointError
 from baton.kernels.cpu import gated_delta as gated_delta_cpu
 from baton.kernels.cpu.scalar import as_array, supports
 from baton.kernels.device import DeviceRows, has_kernels, square_sums, triton_gated_delta
-from baton.models.cache import LayerCache, ScanRows, StateLayerSpec, StatePlane, States
+from baton.models.layer_cache import LayerCache, ScanRows, StateLayerSpec, StatePlane, States
 from baton.models.layers.causal_conv import CausalConv
 from baton.models.layers.linear import Build, MergedLinear, WeightCut
 from baton.models.layers.row_linear import RowLinear

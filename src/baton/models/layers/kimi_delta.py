@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from baton.kernels.cpu import gated_delta as gated_delta_cpu
 from baton.kernels.cpu.scalar import as_array, supports
 from baton.kernels.device import square_sums
-from baton.models.cache import LayerCache, ScanRows, States
+from baton.models.layer_cache import LayerCache, ScanRows, States
 from baton.models.layers.causal_conv import CausalConv
 from baton.models.layers.gated_delta import GatedDeltaSpec, delta_rule
 from baton.models.layers.linear import Build, Linear, MergedLinear, WeightCut

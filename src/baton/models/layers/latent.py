@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from baton.models.cache import Chosen, LayerCache
 from baton.models.config import ModelConfig, RopeSpec
+from baton.models.layer_cache import Chosen, LayerCache
 from baton.models.layers.headwise import headwise, invariant_headwise
 from baton.models.layers.layernorm import RMSNorm
 from baton.models.layers.linear import Build, Linear, isolate_non_finite, reads_next_row

@@ -19,7 +19,7 @@ from baton.errors import ConfigError
 from baton.kernels.cpu import mamba2 as mamba2_cpu
 from baton.kernels.cpu.scalar import as_array, supports
 from baton.kernels.device import DeviceRows, has_kernels, triton_mamba2
-from baton.models.cache import LayerCache, ScanRows, StateLayerSpec, StatePlane, States
+from baton.models.layer_cache import LayerCache, ScanRows, StateLayerSpec, StatePlane, States
 from baton.models.layers import mamba2_torch
 from baton.models.layers.causal_conv import CausalConv
 from baton.models.layers.linear import Build, MergedLinear, WeightCut

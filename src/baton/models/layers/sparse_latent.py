@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from baton.errors import ConfigError
-from baton.models.cache import Chosen, IndexRows, LayerCache
 from baton.models.config import ModelConfig
+from baton.models.layer_cache import Chosen, IndexRows, LayerCache
 from baton.models.layers.latent import LatentAttention
 from baton.models.layers.linear import Build, Linear
 from baton.models.layers.rotary import deinterleave, rotate

@@ -16,9 +16,9 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from baton.error_help import CODE_BY_STATUS
 from baton.errors import DrainingError
 from baton.openai.http.access import OPEN, Access, ApiKeys, name_response
+from baton.openai.http.api_errors import ApiError, to_api_error
 from baton.openai.http.caller import CALLER, Caller, note_standing, request_id_of, session_in
 from baton.openai.http.connections import ClientConnection, Stream
-from baton.openai.http.errors import ApiError, to_api_error
 from baton.openai.http.limits import Bodies, HttpLimits
 from baton.openai.http.metrics import FrontMetrics, RowCollector, exposition_text, gauge
 from baton.openai.http.tracing import TRACE, trace_of

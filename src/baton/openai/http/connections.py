@@ -11,7 +11,7 @@ from aiohttp.http import StreamWriter
 from aiohttp.http_exceptions import HttpProcessingError
 
 from baton.log_limit import LogLimit
-from baton.openai.http.errors import ApiError
+from baton.openai.http.api_errors import ApiError
 from baton.openai.http.limits import HttpLimits
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from baton.openai.backend import ServedModel
 from baton.openai.chat_answer import respond_as_chat
 from baton.openai.conversation import chat_prompt, chat_text
 from baton.openai.format import Json
-from baton.openai.http.errors import ApiError
-from baton.openai.messages.blocks import Blocks
-from baton.openai.messages.errors import error_event
+from baton.openai.http.api_errors import ApiError
+from baton.openai.messages.content_blocks import Blocks
+from baton.openai.messages.message_errors import error_event
 from baton.openai.messages.requests import read_count, read_request, rename_field, to_chat
 from baton.openai.output import ChoiceOutput, Delta
 from baton.openai.plan import Plan, check_model, plan_chat, template_variables

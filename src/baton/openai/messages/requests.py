@@ -12,9 +12,9 @@ import msgspec
 
 from baton.errors import RequestError
 from baton.openai.backend import ServedModel
-from baton.openai.fields import Refused
 from baton.openai.messages.conversation import Block, InputMessage, changes_of, messages_of
 from baton.openai.messages.tools import AnthropicTool, tools_in_effect
+from baton.openai.refused_fields import Refused
 from baton.openai.requests import ChatRequest, decode_body
 from baton.openai.structured import JsonSchema, ResponseFormat
 from baton.openai.tools import FunctionName, NamedChoice, ToolChoice

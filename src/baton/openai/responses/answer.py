@@ -12,7 +12,7 @@ from baton.errors import RequestError
 from baton.openai.backend import ServedModel
 from baton.openai.chat_answer import respond_as_chat
 from baton.openai.format import Json, usage
-from baton.openai.http.errors import ApiError
+from baton.openai.http.api_errors import ApiError
 from baton.openai.output import ChoiceOutput, Delta
 from baton.openai.plan import Plan, plan_chat
 from baton.openai.requests import check_request

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from baton.errors import RequestError
-from baton.openai.fields import Refused
+from baton.openai.refused_fields import Refused
 from baton.openai.requests import ChatRequest, CommonFields, CompletionRequest, decode_body
 from baton.openai.responses.conversation import InputItem, messages_of
 from baton.openai.responses.tools import ChosenTool, ResponseTool, chosen_tool, shown_tools

@@ -24,7 +24,7 @@ from baton.errors import (
 )
 from baton.openai.answers import decode_answer, read_error
 from baton.openai.client import PLAIN, convert_errors, error_line, read_body, read_refusal
-from baton.openai.http.errors import DRAINING, ENGINE_STALLED
+from baton.openai.http.api_errors import DRAINING, ENGINE_STALLED
 from baton.openai.http.lines import LineReader
 from baton.openai.http.tracing import TRACE
 from baton.router.clients.address import split_rank

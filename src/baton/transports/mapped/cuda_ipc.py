@@ -29,7 +29,7 @@ from baton.transports.mapped.cuda_driver import HANDLE_BYTES, CudaDriver, Launch
 from baton.transports.registry import refuse_options
 from baton.transports.remote.library import Library, RemotePeer
 from baton.transports.remote.lifeline import Lifeline
-from baton.transports.remote.transport import RemoteTransport
+from baton.transports.remote.remote_transport import RemoteTransport
 
 _LOOPBACK = "127.0.0.1"
 # The second from PyTorch 2.9 on.

@@ -8,7 +8,7 @@ import numpy as np
 
 from baton.errors import ProtocolError, TransportError
 from baton.transports.base import ByteArray
-from baton.transports.mapped.memory import MemoryPeer, MemoryTransport
+from baton.transports.mapped.memory_transport import MemoryPeer, MemoryTransport
 from baton.transports.registry import refuse_options
 
 _open: dict[bytes, list[ByteArray]] = {}

@@ -27,7 +27,7 @@ from msgspec import Meta
 
 from baton.errors import ProtocolError, TransportError
 from baton.transports.base import ByteArray, Peer, close_at_exit
-from baton.transports.mapped.memory import MemoryPeer, MemoryTransport
+from baton.transports.mapped.memory_transport import MemoryPeer, MemoryTransport
 from baton.transports.mapped.populate import populate_beside
 from baton.transports.mapped.segments import SEGMENT_NAME, SHM_DIR, remove_stale_segments
 from baton.transports.process import ProcessWatch, own_host_key, process_start_ticks

@@ -21,7 +21,7 @@ from baton.errors import BatonError, ConfigError, TransportError
 from baton.transports.batches import Job
 from baton.transports.remote.library import BatchFailedError, Library, RemotePeer
 from baton.transports.remote.lifeline import BYE, RECEIVED_BYTES, Lifeline, Line
-from baton.transports.remote.sockets import held_bytes
+from baton.transports.remote.tcp_buffers import held_bytes
 
 log = logging.getLogger(__name__)
 

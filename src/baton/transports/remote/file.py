@@ -33,7 +33,7 @@ from baton.transports.copying import copy_runs
 from baton.transports.registry import parse_uri, read_options
 from baton.transports.remote.library import BatchFailedError, Library, RemotePeer
 from baton.transports.remote.lifeline import Lifeline, Line
-from baton.transports.remote.transport import RemoteTransport
+from baton.transports.remote.remote_transport import RemoteTransport
 
 _WORKERS = 16  # a shared file system is slow, but serves several requests at a time
 _TENSOR = "bytes"

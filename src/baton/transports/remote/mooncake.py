@@ -29,8 +29,8 @@ from baton.transports.batches import Runs
 from baton.transports.registry import read_options
 from baton.transports.remote.library import Library, RemotePeer
 from baton.transports.remote.lifeline import Lifeline
-from baton.transports.remote.sockets import held_bytes
-from baton.transports.remote.transport import RemoteTransport
+from baton.transports.remote.remote_transport import RemoteTransport
+from baton.transports.remote.tcp_buffers import held_bytes
 
 _ROUND_BYTES = 64 << 10  # the loop reads at most this much of a socket per round
 _MAX_PEERS = 64  # batches at a time, one per peer

@@ -31,8 +31,8 @@ from baton.transports.batches import Runs
 from baton.transports.registry import read_options
 from baton.transports.remote.library import Library, RemotePeer
 from baton.transports.remote.lifeline import Lifeline
-from baton.transports.remote.sockets import held_bytes
-from baton.transports.remote.transport import RemoteTransport
+from baton.transports.remote.remote_transport import RemoteTransport
+from baton.transports.remote.tcp_buffers import held_bytes
 
 _SEGMENT_BYTES = 8 << 10  # received from each socket in a round of progress
 _MARGIN = 2  # segments may be shorter

@@ -15,7 +15,7 @@ from baton import sampling_params
 from baton.engine.sampling.bad_words import BadWords
 from baton.errors import RequestError
 from baton.text import Tokenizer
-from baton.text.bad_words import word_tokens
+from baton.text.word_tokens import word_tokens
 
 MODEL = "models/baton-demo-llama"
 WORDS = [

@@ -13,7 +13,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest as Vll
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest as VllmResponsesRequest
 
 from baton.errors import RequestError
-from baton.openai.fields import FORBIDDEN, REFUSED
+from baton.openai.refused_fields import FORBIDDEN, REFUSED
 from baton.openai.requests import ChatRequest, CompletionRequest, decode_request
 from baton.openai.responses.requests import REFUSED as REFUSED_IN_RESPONSES
 from baton.openai.responses.requests import ResponsesRequest, read_request

@@ -18,13 +18,13 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from baton.doctor.checkup import Checkup
 from baton.doctor.diagnose import check_up, findings_of
-from baton.doctor.facts import Checkup
 from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, load_or_create_key
 from baton.handoff.session.keys import make_keys, ticket_key_file
 from baton.router import RouterConfig, build_app
 from baton.text import Tokenizer
-from baton.text.bad_words import word_tokens
+from baton.text.word_tokens import word_tokens
 from baton.vllm.handoff_span import MARKS
 from benchmarks.scrape import scrape
 from benchmarks.vllm.servers import ONE_PROCESS, ServerConfig, VllmServer, free_port, serve

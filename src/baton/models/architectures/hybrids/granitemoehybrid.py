@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM
-from baton.models.cache import LayerCache, LayerSpec
 from baton.models.config import ModelConfig, RawConfig, decoder_fields, get_bool, get_float, get_int
+from baton.models.layer_cache import LayerCache, LayerSpec
 from baton.models.layers.decoder_layer import MLP, Attention
 from baton.models.layers.layernorm import RMSNorm
 from baton.models.layers.linear import Build

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from baton.errors import CheckpointError
 from baton.models.architectures.deepseek_v32 import expert_kinds
 from baton.models.architectures.mixtral import rename_expert
-from baton.models.cache import LayerSpec
 from baton.models.config import ModelConfig, RawConfig, get_int
 from baton.models.families.deepseek import Deepseek, latent_fields, require_value, sigmoid_experts
+from baton.models.layer_cache import LayerSpec
 from baton.models.layers.decoder_layer import DecoderLayer
 from baton.models.layers.gated_delta import GatedDeltaSpec
 from baton.models.layers.kimi_delta import KimiDeltaNet

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from baton.errors import CheckpointError
 from baton.models.architectures.hybrids.granitemoehybrid import refuse_limit
 from baton.models.base import CausalLM
-from baton.models.cache import EmptyLayerSpec, LayerCache, LayerSpec
 from baton.models.config import ModelConfig, RawConfig, decoder_fields, get_bool, get_float, get_int
 from baton.models.families.deepseek import require_value
+from baton.models.layer_cache import EmptyLayerSpec, LayerCache, LayerSpec
 from baton.models.layers.decoder_layer import Attention
 from baton.models.layers.layernorm import make_norm
 from baton.models.layers.linear import Build, Linear

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.kv.pool import PagePool, PrefixHit
+from baton.kv.page_pool import PagePool, PrefixHit
 from baton.kv.prefix import Chain, chain_hash, page_identity
 
 

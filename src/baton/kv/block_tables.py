@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.kv.interval import Interval
-from baton.kv.pool import PrefixHit
+from baton.kv.page_pool import PrefixHit
 from baton.kv.prefix import ROOT, Chain
 
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from baton.drafters.base import DraftBatch
 from baton.drafters.chain import IntArray
-from baton.models.cache import KVRegions, LayerCache
 from baton.models.fused_drafts import DraftPass
+from baton.models.layer_cache import KVRegions, LayerCache
 
 RegionsOf = Callable[[int, LayerCache], KVRegions | None]
 

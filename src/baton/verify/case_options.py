@@ -11,7 +11,7 @@ from baton.errors import ConfigError, RequestError
 from baton.openai.tokens import chat_tokens
 from baton.sampling_params import SamplingParams
 from baton.text import Tokenizer
-from baton.verify.acceptance import AcceptanceCheck, check_acceptance
+from baton.verify.acceptance_check import AcceptanceCheck, check_acceptance
 from baton.verify.compare import of_answers
 from baton.verify.observe import Case, make_cases
 from baton.verify.prompts import Chat, Encode, ask_bos, parse_token_range, random_prompts, read_chats, read_prompts

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import TypeVar
 
 from baton.engine.executor import LocalExecutor
-from baton.engine.plan import DraftPlan, DraftResult, PlanSpec, StepPlan, StepResult, Written
 from baton.engine.ranks.followers import Followers
-from baton.engine.ranks.messages import Compute, Copy, Done, Draft, Order, drafts_digest
+from baton.engine.ranks.orders import Compute, Copy, Done, Draft, Order, drafts_digest
+from baton.engine.step_plans import DraftPlan, DraftResult, PlanSpec, StepPlan, StepResult, Written
 from baton.errors import EngineUnavailableError
 
 R = TypeVar("R")

@@ -18,7 +18,7 @@ from baton.log_limit import LogLimit
 from baton.sampling_params import MIN_TEMPERATURE, seed_word
 from baton.structured import Matcher
 from baton.structured.source import PARAM
-from baton.text.bad_words import word_tokens
+from baton.text.word_tokens import word_tokens
 from baton.wire import EngineInfo, GenerateRequest, LegRole
 
 if TYPE_CHECKING:

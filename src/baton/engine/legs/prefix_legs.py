@@ -6,10 +6,10 @@ real prompt. The source has everything at once, so its agent never waits for its
 
 from __future__ import annotations
 
-from baton.engine.leg import Effect, Leg, PrefixArrived, RequestFailed
+from baton.engine.legs.leg import Effect, Leg, PrefixArrived, RequestFailed
 from baton.engine.metrics import EngineMetrics
 from baton.engine.request import Request, RequestStatus
-from baton.handoff.agent.calls import Agent
+from baton.handoff.agent.leg_events import Agent
 from baton.handoff.protocol.events import Declared, DecodeCommitted, DecodeFinished, Sampled
 from baton.handoff.protocol.messages import Seeds
 from baton.kv.cache import KVCache

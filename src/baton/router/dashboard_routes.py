@@ -14,8 +14,8 @@ from baton.errors import BatonError
 from baton.observe.dashboard import dashboard_page
 from baton.openai.http.app import DRAIN, json_response
 from baton.openai.http.connections import Stream
-from baton.router.backend import RouterBackend
-from baton.router.status.report import Status
+from baton.router.router_backend import RouterBackend
+from baton.router.status.deployment_status import Status
 
 _BUSY_S, _IDLE_S, _POLL_S = 1.0, 3.0, 0.25
 _MAX_PAGES = 32

@@ -11,9 +11,9 @@ import msgspec
 
 from baton.handoff.agent.agent import HandoffAgent
 from baton.handoff.agent.instance import InstanceAgent
-from baton.handoff.agent.limits import check_messages
+from baton.handoff.agent.message_sizes import check_messages
 from baton.handoff.protocol.ticket import Redeemer
-from baton.plugin_base.agent import start_agent
+from baton.plugin_base.rank_agent import start_agent
 from baton.plugin_base.ranks import WorkerPart, join_workers
 from baton.sglang import compat
 from baton.sglang.config import read_config

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from baton.clock import Clock, SystemClock
-from baton.engine.layer_stream import LayerStream
-from baton.engine.leg import Effect, Leg, LegSettings, LegStatus, PagesReleased, RequestFailed, SeedsArrived
+from baton.engine.legs.layer_stream import LayerStream
+from baton.engine.legs.leg import Effect, Leg, LegSettings, LegStatus, PagesReleased, RequestFailed, SeedsArrived
+from baton.engine.legs.prefix_legs import PrefixLegs
 from baton.engine.metrics import EngineMetrics
-from baton.engine.prefix_legs import PrefixLegs
 from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler import Scheduler
 from baton.errors import reason_label
-from baton.handoff.agent.calls import Agent
+from baton.handoff.agent.leg_events import Agent
 from baton.handoff.protocol.events import (
     Declared,
     DecodeAdmitted,

@@ -12,8 +12,8 @@ import msgspec
 
 from baton.errors import BatonError
 from baton.observe.faults import EngineView, count_faults, find_faults
-from baton.router.backend import RouterBackend
 from baton.router.pooled_engine import PooledEngine
+from baton.router.router_backend import RouterBackend
 from baton.router.status.advice import Fleet, ServedRequest, advise, served_requests
 from baton.router.workers.siblings import Siblings, merge
 from baton.wire import EngineLoad

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from baton.openai.http.errors import ApiError
+from baton.openai.http.api_errors import ApiError
 
 _TYPES = {
     401: "authentication_error",

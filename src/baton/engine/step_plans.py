@@ -55,7 +55,7 @@ class StateSlots:
 
 @dataclass(frozen=True, slots=True)
 class DraftSlots:
-    """As `StateSlots`, of the drafter. `engine.draft_states` selects those of each forward."""
+    """As `StateSlots`, of the drafter. `engine.memory.draft_states` selects those of each forward."""
 
     read: IntArray
     scratch: IntArray  # [R, S]: for the state after the last row, then for states after drafts

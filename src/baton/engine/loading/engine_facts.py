@@ -16,9 +16,9 @@ from baton.drafters.base import Drafter
 from baton.engine.attention.base import AttentionBackend
 from baton.engine.config import EngineConfig
 from baton.engine.memory.group_memory import GroupMemory
-from baton.engine.plan import one_request
 from baton.engine.runner import ModelRunner
 from baton.engine.sampling.noise import gumbel
+from baton.engine.step_plans import one_request
 from baton.kv.spec import GroupSpec
 from baton.models.base import CausalLM
 from baton.models.loading.loader import fingerprint, tokenizer_hash

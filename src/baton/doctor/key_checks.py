@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from baton.directories import OTHERS, check_own
-from baton.doctor.facts import Finding, Server
+from baton.doctor.checkup import Finding, Server
 from baton.errors import ConfigError
 from baton.handoff.session.keys import KeyRing, public_names, ticket_key_file
 

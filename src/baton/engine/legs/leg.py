@@ -8,8 +8,8 @@ from baton.engine.request import Request
 from baton.handoff.protocol.messages import Seeds
 from baton.handoff.protocol.phases import Phase
 from baton.handoff.protocol.transitions import Table
+from baton.kv.block_tables import BlockTables
 from baton.kv.interval import Interval
-from baton.kv.tables import BlockTables
 from baton.wire import Integrity, KVStream, Recovery
 
 

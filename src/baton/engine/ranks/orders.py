@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from baton.engine.config import EngineConfig
-from baton.engine.plan import DraftPlan, DraftResult, StepPlan
+from baton.engine.step_plans import DraftPlan, DraftResult, StepPlan
 
 # A prompt of a million tokens in pages of one token has block tables of this order.
 MAX_MESSAGE_BYTES = 1 << 30

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.engine.plan import Written
 from baton.engine.scheduler import ScheduledRows
-from baton.handoff.agent.calls import Agent
+from baton.engine.step_plans import Written
 from baton.handoff.agent.layers import WrittenLayers
+from baton.handoff.agent.leg_events import Agent
 from baton.kv.cache import KVCache
 from baton.kv.spec import GroupSpec
 
