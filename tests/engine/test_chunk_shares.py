@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.engine.prompt_budget import PromptBudget
 from baton.engine.request import Request
-from baton.engine.scheduler import PromptBudget, Scheduler
+from baton.engine.scheduler import Scheduler
 from baton.sampling_params import SamplingParams
 from testkit.arrivals import arriving
 from testkit.engines import Stepped, random_prompt

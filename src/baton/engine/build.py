@@ -28,6 +28,7 @@ from baton.engine.memory.group_memory import GroupMemory
 from baton.engine.memory.kv_memory import KVMemory, kv_memory, model_groups
 from baton.engine.memory.pool_size import Memory
 from baton.engine.metrics import EngineMetrics
+from baton.engine.prompt_budget import PromptBudget
 from baton.engine.ranks.agents import make_agents
 from baton.engine.ranks.collective import expert_ranks
 from baton.engine.ranks.followers import Followers, start_followers
@@ -36,7 +37,7 @@ from baton.engine.ranks.rank_executor import RankExecutor
 from baton.engine.request import Request
 from baton.engine.runner import ModelRunner, plan_spec
 from baton.engine.sampling.stopping import until_stop
-from baton.engine.scheduler import PromptBudget, Scheduler
+from baton.engine.scheduler import Scheduler
 from baton.engine.speculation.start import enable_adaptive_drafts
 from baton.engine.step import DecodingLimits
 from baton.errors import ConfigError, EngineUnavailableError, HandoffError

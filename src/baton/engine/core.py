@@ -117,7 +117,7 @@ class EngineCore:
         """Queue or decline a request. Its id is not in use."""
         if request.prefix_len is not None:
             return self._move_prefix(request)
-        if request.max_prefill_tokens is not None and self.scheduler.missing(request) > request.max_prefill_tokens:
+        if request.max_prefill_tokens is not None and self.scheduler.num_missing(request) > request.max_prefill_tokens:
             return self._decline(request, "prefix_missing: too much of the prompt is not here")
         self._note_arrival(request)
         self.metrics.num_prompt_tokens += request.num_prompt

@@ -11,6 +11,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
+from baton.engine.prompt_budget import PromptBudget
 from baton.engine.request import Request, RequestStatus
 from baton.kv.block_tables import BlockTables, Destination
 from baton.kv.cache import KVCache
@@ -18,12 +19,6 @@ from baton.kv.interval import Interval
 
 # How many waiting prompts are looked at for short ones, beside a long one.
 _LOOKED_AT = 64
-# Tokens of smaller chunks cost more.
-_LEAST_CHUNK = 32
-# Before anything was measured.
-_FIRST_CHUNK = 256
-# Longer times may be another process's fault.
-_RISE = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,36 +30,41 @@ class ScheduledRows:
     num_rows: int
 
 
-class PromptBudget:
-    """Prompt tokens of a step beside decodes: for `bound_s`, or twice the decodes' time. `most`: None: any."""
+class _Batch:
+    """The rows scheduled so far for one step, in order. `limit`: the most rows in all."""
 
-    def __init__(self, bound_s: float, most: int | None = None) -> None:
-        self._bound_s, self._most = bound_s, most
-        self._decode_s = self._token_s = 0.0
+    def __init__(self, limit: int) -> None:
+        self.limit, self.num_rows = limit, 0
+        self.rows: dict[Request, ScheduledRows] = {}
 
-    def computed(self, num_prompt_tokens: int, decodes: bool, seconds: float) -> None:
-        """Note the time of a step. `decodes`: it decoded too."""
-        if num_prompt_tokens == 0:
-            self._decode_s = _nearer(self._decode_s, seconds)
-        elif num_prompt_tokens >= _LEAST_CHUNK or not self._token_s:
-            prompt_s = max(seconds - self._decode_s, seconds / 4) if decodes else seconds
-            self._token_s = _nearer(self._token_s, prompt_s / num_prompt_tokens)
+    def __contains__(self, request: Request) -> bool:
+        return request in self.rows
 
     @property
-    def num_tokens(self) -> int:
-        found = _FIRST_CHUNK
-        if self._token_s:
-            seconds = max(self._bound_s - self._decode_s, self._decode_s)
-            found = max(int(seconds / self._token_s) // _LEAST_CHUNK, 1) * _LEAST_CHUNK
-        return found if self._most is None else min(found, self._most)
+    def budget(self) -> int:
+        return self.limit - self.num_rows
 
+    def add(self, request: Request, num_rows: int) -> None:
+        """Add rows after those that are computed or scheduled."""
+        before = self.rows.get(request)
+        if before is None:
+            self.rows[request] = ScheduledRows(request, request.num_computed, num_rows)
+        else:
+            self.rows[request] = ScheduledRows(request, before.start, before.num_rows + num_rows)
+        self.num_rows += num_rows
 
-def _nearer(old: float, new: float) -> float:
-    return min(new, _RISE * old) if old else new
+    def drop(self, request: Request) -> None:
+        if (rows := self.rows.pop(request, None)) is not None:
+            self.num_rows -= rows.num_rows
+
+    def num_left(self, request: Request) -> int:
+        """Rows of its prompt that are neither computed nor scheduled."""
+        rows = self.rows.get(request)
+        return request.prefill_len - (request.num_computed if rows is None else rows.start + rows.num_rows)
 
 
 class Scheduler:
-    """Not thread-safe.
+    """Chooses the rows of each step. Not thread-safe.
 
     `max_prefill_tokens`: prompt tokens of a step with decodes; None: what the budget leaves.
     """
@@ -77,9 +77,8 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_prefill_tokens = max_prefill_tokens
         self.prompt_budget: PromptBudget | None = None  # in place of `max_prefill_tokens`
-        self._limit = max_num_batched_tokens  # of this step
-        self.waiting: deque[Request] = deque()
-        self.receive_queue: deque[Request] = deque()
+        self.waiting: deque[Request] = deque()  # by `queue_key`
+        self.receive_queue: deque[Request] = deque()  # decode legs that need destination pages, by `queue_key`
         self.announced: dict[Request, None] = {}  # not admitted by P yet
         self.receiving: set[Request] = set()
         self.running: list[Request] = []
@@ -98,68 +97,67 @@ class Scheduler:
         at = next((i for i, other in enumerate(queue) if other.queue_key > request.queue_key), len(queue))
         queue.insert(at, request)
 
+    # ------------------------------------------------------------ one step
+
     def schedule(self) -> list[ScheduledRows]:
-        """The rows of the next step: verifications first, then prefill chunks in order of arrival. A prompt that does
-        not fit into the step leaves half of it to later ones that do, also to those that wait, then to one that lacks
-        less than itself, and gets what they leave. Others wait for their turn."""
-        scheduled: dict[Request, ScheduledRows] = {}
-        self._limit = self.max_num_batched_tokens
+        """The rows of the next step: verifications first, then prefill chunks in order of arrival.
+
+        A prompt that does not fit into the step, the *long* one, leaves half of it to later ones that do, also to those
+        that wait, then to one that lacks less than itself, and gets what they leave. Others wait for their turn.
+        """
+        batch = _Batch(self.max_num_batched_tokens)
         for request in list(self.running):
             if request.status is RequestStatus.RUNNING and not request.is_prefilling:
-                self._schedule(request, 1 + len(request.draft_ids), scheduled)
+                self._schedule(request, 1 + len(request.draft_ids), batch)
         most = self.max_prefill_tokens if self.prompt_budget is None else self.prompt_budget.num_tokens
-        if scheduled and most is not None:
-            num_decoded = self.max_num_batched_tokens - self._budget(scheduled)
-            self._limit = min(self._limit, num_decoded + most)
-        long = self._continue_prompts(scheduled)
-        self._admit_waiting(scheduled, long is not None)
-        if long is not None and long in scheduled:
-            self._share(scheduled[long], scheduled)
-            self._extend(scheduled[long], scheduled)
-        for rows in scheduled.values():
-            if rows.request.is_prefilling:
-                request, stop = rows.request, rows.start + rows.num_rows
-                self.cache.plan_checkpoints(request.kv, request.token_ids, rows.start, stop)
-        return list(scheduled.values())
+        if batch.rows and most is not None:
+            batch.limit = min(batch.limit, batch.num_rows + most)
+        long = self._continue_prompts(batch)
+        self._admit_waiting(batch, long is not None)
+        if long is not None and long in batch:
+            self._share(long, batch)
+            self._extend(long, batch)
+        for rows in batch.rows.values():
+            request = rows.request
+            if request.is_prefilling:
+                self.cache.plan_checkpoints(request.kv, request.token_ids, rows.start, rows.start + rows.num_rows)
+        return list(batch.rows.values())
 
-    def _budget(self, scheduled: Mapping[Request, ScheduledRows]) -> int:
-        return self._limit - sum(rows.num_rows for rows in scheduled.values())
-
-    def _schedule(self, request: Request, num_rows: int, scheduled: dict[Request, ScheduledRows]) -> None:
+    def _schedule(self, request: Request, num_rows: int, batch: _Batch) -> None:
         """Schedule rows of a running request if there is room for them."""
-        if 0 < num_rows <= self._budget(scheduled) and self._reserve_or_preempt(request, num_rows, scheduled):
-            scheduled[request] = ScheduledRows(request, request.num_computed, num_rows)
+        if 0 < num_rows <= batch.budget and self._reserve_or_preempt(request, num_rows, batch):
+            batch.add(request, num_rows)
 
-    def _continue_prompts(self, scheduled: dict[Request, ScheduledRows]) -> Request | None:
+    def _continue_prompts(self, batch: _Batch) -> Request | None:
         """Schedule the prompts that are being computed. Returns the long one that has got a part of the step: of all,
         the one whose turn it is."""
         prefilling = sorted((one for one in self.running if one.is_prefilling), key=lambda one: one.turn)
         long: Request | None = None
         if prefilling and self.waiting and self.waiting[0].turn < prefilling[0].turn:
-            first, budget = self.waiting[0], self._budget(scheduled)  # a shorter one has shared with one before it
-            if self._start(first, scheduled, budget - budget // 2) and self._lacking(first, scheduled):
+            first = self.waiting[0]  # a shorter one has shared with one before it
+            if self._start(first, batch, batch.budget - batch.budget // 2) and batch.num_left(first):
                 long = first
         for request in prefilling:
             if request.status is not RequestStatus.RUNNING:
                 continue  # it has just been preempted
-            num_rows, budget = request.prefill_len - request.num_computed, self._budget(scheduled)
-            if num_rows > budget:
+            num_rows = batch.num_left(request)
+            if num_rows > batch.budget:
                 others = len(prefilling) > 1 or bool(self.waiting)
-                num_rows = 0 if long is not None else budget - (budget // 2 if others else 0)
+                num_rows = 0 if long is not None else batch.budget - (batch.budget // 2 if others else 0)
                 long = long or request
-            self._schedule(request, num_rows, scheduled)
+            self._schedule(request, num_rows, batch)
         return long
 
-    def _admit_waiting(self, scheduled: dict[Request, ScheduledRows], only_short: bool) -> None:
+    def _admit_waiting(self, batch: _Batch, only_short: bool) -> None:
         """Admit in order. `only_short`: a long prompt is being computed, so others that do not fit are passed over."""
         most = _LOOKED_AT if only_short else max(self.max_num_seqs - self._num_active, 0)
         for request in list(islice(self.waiting, most)):
-            if only_short and self.missing(request) > self._budget(scheduled):
+            if only_short and self.num_missing(request) > batch.budget:
                 continue
-            if not self._start(request, scheduled, self._budget(scheduled)):
+            if not self._start(request, batch, batch.budget):
                 break
 
-    def _start(self, request: Request, scheduled: dict[Request, ScheduledRows], budget: int) -> bool:
+    def _start(self, request: Request, batch: _Batch, budget: int) -> bool:
         """Admit a waiting request with at most `budget` rows. Returns False if it must wait."""
         if budget <= 0 or self._num_active >= self.max_num_seqs:
             return False
@@ -169,59 +167,71 @@ class Scheduler:
         if not self._admit(request, budget):
             return False
         self.waiting.remove(request)
-        num_rows = min(budget, request.prefill_len - request.num_computed)
-        scheduled[request] = ScheduledRows(request, request.num_computed, num_rows)
+        batch.add(request, min(budget, batch.num_left(request)))
         return True
 
-    def _share(self, long: ScheduledRows, scheduled: dict[Request, ScheduledRows]) -> None:
+    def _share(self, long: Request, batch: _Batch) -> None:
         """Give what is left of the step to one other prompt of the long one's class, the shortest, if it lacks less.
         One that is being computed already comes first."""
-        if self._budget(scheduled) <= 0:
+        if batch.budget <= 0:
             return
         lacking = {
-            request: request.prefill_len - request.num_computed
+            request: batch.num_left(request)
             for request in self.running
-            if request.is_prefilling and request not in scheduled
-        } or {request: self.missing(request) for request in islice(self.waiting, _LOOKED_AT)}
+            if request.is_prefilling and request not in batch
+        } or {request: self.num_missing(request) for request in islice(self.waiting, _LOOKED_AT)}
         if not lacking:
             return
         other = min(lacking, key=lambda request: (request.priority, lacking[request]))
-        left = self._lacking(long.request, scheduled)
-        if (other.priority, lacking[other]) >= (long.request.priority, left):
+        if (other.priority, lacking[other]) >= (long.priority, batch.num_left(long)):
             return
         if other.status is RequestStatus.RUNNING:
-            num_rows = min(self._budget(scheduled), lacking[other])
-            if self.cache.reserve(other.kv, other.num_computed + num_rows):  # nobody is preempted for it
-                scheduled[other] = ScheduledRows(other, other.num_computed, num_rows)
+            self._extend(other, batch)
         else:
-            self._start(other, scheduled, self._budget(scheduled))
+            self._start(other, batch, batch.budget)
 
-    def _lacking(self, request: Request, scheduled: Mapping[Request, ScheduledRows]) -> int:
-        """How many rows of a prompt the next steps must compute."""
-        return request.prefill_len - scheduled[request].start - scheduled[request].num_rows
-
-    def _extend(self, rows: ScheduledRows, scheduled: dict[Request, ScheduledRows]) -> None:
-        """Give a prompt what is left of the step, if there are pages for it."""
-        request, stop = rows.request, rows.start + rows.num_rows
-        more = min(self._budget(scheduled), request.prefill_len - stop)
-        if more > 0 and self.cache.reserve(request.kv, stop + more):
-            scheduled[request] = ScheduledRows(request, rows.start, rows.num_rows + more)
+    def _extend(self, request: Request, batch: _Batch) -> None:
+        """Give a prompt what is left of the step, if there are pages for it: nobody is preempted."""
+        more = min(batch.budget, batch.num_left(request))
+        if more > 0 and self.cache.reserve(request.kv, request.prefill_len - batch.num_left(request) + more):
+            batch.add(request, more)
 
     @property
     def _num_active(self) -> int:
         return len(self.running) + len(self.receiving)
 
-    def _reserve_or_preempt(self, request: Request, num_rows: int, scheduled: dict[Request, ScheduledRows]) -> bool:
+    def _reserve_or_preempt(self, request: Request, num_rows: int, batch: _Batch) -> bool:
         while not self.cache.reserve(request.kv, request.num_computed + num_rows):
             victims = [other for other in reversed(self.running) if other.role != "prefill"]
             if not victims:
                 return False
             victim = max(victims, key=lambda other: other.priority)  # of the worst priority, the last
-            scheduled.pop(victim, None)
+            batch.drop(victim)
             self.preempt(victim)
             if victim is request:
                 return False
         return True
+
+    def _admit(self, request: Request, budget: int) -> bool:
+        num_rows = request.prefill_len if request.role == "prefill" else budget
+        hit = self.cache.attach(request.kv, request.token_ids, request.prefill_len, num_rows)
+        if hit is None:
+            return False
+        request.num_computed = request.num_drafted = hit
+        request.num_known_drafted = len(request.token_ids)
+        if request.num_output == 0:
+            request.num_cached = hit
+        request.transition(RequestStatus.RUNNING)
+        request.started = True
+        self.running.append(request)
+        return True
+
+    def num_missing(self, request: Request) -> int:
+        """Prompt tokens of a waiting request that are not in the prefix cache."""
+        found = self.cache.find(request.kv, request.token_ids, request.prefill_len)
+        return request.prefill_len - min(hit.num_tokens for hit in found.values())
+
+    # ------------------------------------------------------------ requests that begin again, receive or end
 
     def preempt(self, request: Request) -> None:
         """The request recomputes later, before requests that have not started."""
@@ -249,24 +259,6 @@ class Scheduler:
         """As `KVCache.quarantine`."""
         request.forget_computed()
         return self.cache.quarantine(request.kv, wanted)
-
-    def _admit(self, request: Request, budget: int) -> bool:
-        num_rows = request.prefill_len if request.role == "prefill" else budget
-        hit = self.cache.attach(request.kv, request.token_ids, request.prefill_len, num_rows)
-        if hit is None:
-            return False
-        request.num_computed = request.num_drafted = hit
-        request.num_known_drafted = len(request.token_ids)
-        if request.num_output == 0:
-            request.num_cached = hit
-        request.transition(RequestStatus.RUNNING)
-        request.started = True
-        self.running.append(request)
-        return True
-
-    def missing(self, request: Request) -> int:
-        found = self.cache.find(request.kv, request.token_ids, request.prefill_len)
-        return request.prefill_len - min(hit.num_tokens for hit in found.values())
 
     def start_receive(self, request: Request, sent_groups: Container[str] | None = None) -> Destination | None:
         """As `KVCache.attach_destination`. None: no room yet."""
