@@ -263,31 +263,33 @@ class EngineCore:
                 self.finish(request, "error", f"queue_timeout: no room within {self.queue_timeout_s:g} s")
 
     def _finalise(self, scheduled: Sequence[ScheduledRows], draft_rows: Sequence[DraftRows]) -> None:
+        """After target and drafter: enter the prefix cache, declare, hold or end requests, and free windows."""
         for drafted in draft_rows:
             drafted.request.num_drafted = drafted.stop
             self.cache.accept(drafted.request.kv, 0, drafted.stop, "draft")
             drafted.request.num_known_drafted = len(drafted.request.token_ids)
         for rows in scheduled:
-            request = rows.request
-            if request.finish_reason is not None:
-                # Entries that depend on this step's tokens were computed from drafts.
-                known = max(rows.start + 1, request.prefill_len)
-                request.num_drafted = max(0, min(request.num_drafted, known - self._reach))
-            self._enter(request)
-            if self.prefix_store is not None and rows.start < request.prefill_len <= request.num_computed:
-                self.prefix_store.save(request, self._num_final(request))
-            if request.role == "prefill" and self.legs is not None:
-                self.legs.declare(request)
-                if not request.is_prefilling:
-                    self._hold(request)
-            elif request.finish_reason is not None:
-                self._end(request, request.finish_reason)
-            # A prefix store reads the prompt's pages when all are computed.
-            if request.status is RequestStatus.RUNNING and not (
-                request.is_prefilling and self.prefix_store is not None
-            ):
-                known, first = len(request.token_ids), request.first_drafted
-                self.cache.slide(request.kv, known, request.num_computed, request.num_drafted, first)
+            self._finalise_request(rows.request, rows.start)
+
+    def _finalise_request(self, request: Request, start: int) -> None:
+        """`start`: the first of its rows in this step."""
+        if request.finish_reason is not None:
+            # Entries that depend on this step's tokens were computed from drafts.
+            known = max(start + 1, request.prefill_len)
+            request.num_drafted = max(0, min(request.num_drafted, known - self._reach))
+        self._enter(request)
+        if self.prefix_store is not None and start < request.prefill_len <= request.num_computed:
+            self.prefix_store.save(request, self._num_final(request))
+        if request.role == "prefill" and self.legs is not None:
+            self.legs.declare(request)
+            if not request.is_prefilling:
+                self._hold(request)
+        elif request.finish_reason is not None:
+            self._end(request, request.finish_reason)
+        # A prefix store reads the prompt's pages when all are computed.
+        if request.status is RequestStatus.RUNNING and not (request.is_prefilling and self.prefix_store is not None):
+            known, first = len(request.token_ids), request.first_drafted
+            self.cache.slide(request.kv, known, request.num_computed, request.num_drafted, first)
 
     def _enter(self, request: Request) -> None:
         self.cache.advance(request.kv, request.token_ids, request.num_computed, request.num_drafted)
@@ -299,28 +301,33 @@ class EngineCore:
 
     def _committed(self, request: Request, seeds: Seeds) -> None:
         """Start to decode a received request. Its first step verifies the received drafts."""
-        request.num_computed = request.num_drafted = request.prefill_len
+        request.num_computed = request.prefill_len
+        if request.num_output == 0:
+            self._emit_seed(request, seeds, None, None)
+            request.token_ids.append(seeds.first_token)
+            request.sampler.advance([seeds.first_token])
+        self._seed_drafter(request, seeds)
+        request.committed_at = request.runs_since = self.clock.monotonic()
+        num_cached = min(request.num_cached, request.num_prompt)
+        self.metrics.prompt_came(request.num_prompt, num_cached, "external_kv_transfer")
+        self.scheduler.commit_receive(request)
+        self._enter(request)
+
+    def _seed_drafter(self, request: Request, seeds: Seeds) -> None:
+        """The drafter continues where P's ended, or cold if no KV of it came."""
+        request.num_drafted = request.prefill_len
         if request.draft_prefix_len is not None:
             if self.steps.drafts_from_tokens:
                 request.num_drafted = request.draft_prefix_len
             else:
                 request.first_drafted = request.prefill_len
-        if request.num_output == 0:
-            self._emit_seed(request, seeds, None, None)
-            request.token_ids.append(seeds.first_token)
-            request.sampler.advance([seeds.first_token])
         request.num_known_drafted = len(request.token_ids)
-        if self.executor.spec.num_modules > 1 and request.draft_prefix_len is None:
+        num_modules = self.executor.spec.num_modules
+        if num_modules > 1 and request.draft_prefix_len is None:
             mtp_hidden = np.frombuffer(seeds.drafter_states, dtype="<f4").astype(np.float32)
-            request.mtp_hidden = mtp_hidden.reshape(self.executor.spec.num_modules - 1, -1)
+            request.mtp_hidden = mtp_hidden.reshape(num_modules - 1, -1)
         # P's context may be longer, and its drafter may draft more.
         request.draft_ids = list(seeds.draft_token_ids[: self.steps.num_drafts_of(request)])
-        request.committed_at = request.runs_since = self.clock.monotonic()
-        self.metrics.prompt_came(
-            request.num_prompt, min(request.num_cached, request.num_prompt), "external_kv_transfer"
-        )
-        self.scheduler.commit_receive(request)
-        self._enter(request)
 
     def _finished_elsewhere(self, request: Request, seeds: Seeds) -> None:
         _, reason, stop_reason = until_stop(

@@ -107,12 +107,13 @@ class StepRunner:
                 request.chunks.append((self.clock.monotonic(), rows.num_rows))
 
     def _together(self, scheduled: Sequence[ScheduledRows]) -> StepOutcome:
-        layers = self.legs.layers if self.legs is not None else None
+        """Run the rows in one forward. Requests that fail together run again alone."""
         allowed, refused = allowed_tokens(scheduled)
-        began = self.adaptive.timer() if self.adaptive is not None else 0.0
         if refused:
             others = [rows for rows in scheduled if rows.request not in refused]
             return _joined([StepOutcome(failed=dict(refused)), *([self._together(others)] if others else [])])
+        began = self.adaptive.timer() if self.adaptive is not None else 0.0
+        layers = self.legs.layers if self.legs is not None else None
         try:
             plan, sampled = step_plan(scheduled, allowed, self.executor.spec, self.limits.rejection)
             if self.deferred is not None:
@@ -126,21 +127,7 @@ class StepRunner:
                 return StepOutcome(failed={scheduled[0].request: error})
             log.warning("a step of %d requests failed, each is run alone: %r", len(scheduled), error)
             return _joined([self._together([rows]) for rows in scheduled])
-        failed: dict[Request, Exception] = _note_scores(scheduled, result.scores)
-        choices = result.choices.tolist()
-        any_first = any(one.request.num_output == 0 for one in sampled)
-        for one in sampled:
-            if one.request in failed:
-                continue
-            try:
-                self._choose(one, choices, result)
-            except Exception as error:
-                failed[one.request] = error
-        if self.adaptive is not None:
-            self.adaptive.computed(scheduled, self.adaptive.timer() - began)
-        if any_first and self.executor.spec.drafts:
-            self.before_drafts()
-        self._end_without_tokens([rows for rows in scheduled if rows.request not in failed])
+        failed = self._emit_tokens(scheduled, sampled, result, began)
         draft_rows = self._advance(scheduled, plan, failed)
         if self.adaptive is not None:
             draft_rows = limit_drafts(self.adaptive, draft_rows)
@@ -151,6 +138,29 @@ class StepRunner:
             self.cache.plan_checkpoints(request.kv, request.token_ids, drafted.start, drafted.stop, "draft")
         failed |= self._draft(draft_rows)
         return StepOutcome([drafted for drafted in draft_rows if drafted.request not in failed], failed)
+
+    def _emit_tokens(
+        self, scheduled: Sequence[ScheduledRows], sampled: Sequence[SampledRequest], result: StepResult, began: float
+    ) -> dict[Request, Exception]:
+        """Verify drafts, and append and emit each request's tokens. Returns the requests that fail. `began`: when the
+        forward did, by the timer of `adaptive`."""
+        failed: dict[Request, Exception] = _note_scores(scheduled, result.scores)
+        choices = result.choices.tolist()
+        any_first = any(one.request.num_output == 0 for one in sampled)
+        for one in sampled:
+            if one.request in failed:
+                continue
+            try:
+                verified = verify(one.request.draft_ids, choices, one.first_choice)
+                self._append(one.request, verified, result.logits[one.first_logits :])
+            except Exception as error:
+                failed[one.request] = error
+        if self.adaptive is not None:
+            self.adaptive.computed(scheduled, self.adaptive.timer() - began)
+        if any_first and self.executor.spec.drafts:
+            self.before_drafts()
+        self._end_without_tokens([rows for rows in scheduled if rows.request not in failed])
+        return failed
 
     def _works(self) -> bool:
         """Whether target and drafter can compute one token in spare pages; True if there are none."""
@@ -168,11 +178,6 @@ class StepRunner:
             self.cache.release(tables)
         return True
 
-    def _choose(self, one: SampledRequest, choices: Sequence[int], result: StepResult) -> None:
-        request = one.request
-        verified = verify(request.draft_ids, choices, one.first_choice)
-        self._append(request, verified, result.logits[one.first_logits :])
-
     def _append(self, request: Request, verified: Verified, logits: npt.NDArray[np.float32]) -> None:
         num_drafts, request.draft_ids = len(request.draft_ids), []
         kept, reason, stop_reason = until_stop(
@@ -188,33 +193,19 @@ class StepRunner:
         position = request.num_output
         request.token_ids += kept
         request.sampler.advance(kept)
-        accepted: list[int] = []
-        drafted: list[int] = []
-        if num_drafts:
-            accepted, drafted = [min(verified.num_accepted, len(kept))], [num_drafts]
-            # As in vLLM, counters include drafts after the request's end.
-            self.metrics.verified(num_drafts, verified.num_accepted)
-            if self.adaptive is not None:
-                self.adaptive.verified(request, num_drafts, verified.num_accepted)
-        self.metrics.num_generation_tokens += len(kept)
-        if request.committed_at is not None:
-            self.metrics.commit_to_first_step.observe(self.clock.monotonic() - request.committed_at)
-            request.committed_at = None
-        if position == 0:
-            self.metrics.num_cached_tokens += request.num_cached
-            self.metrics.prompt_came(request.num_prompt, request.num_cached, "local_compute")
-            if request.started_at is not None:
-                self.metrics.prefill_time.observe(self.clock.monotonic() - request.started_at)
         request.finish_reason = reason
         if request.role == "prefill":
             request.first_logprobs = logprobs[0] if logprobs else None
+        self._measure_tokens(request, num_drafts, verified.num_accepted, len(kept))
+        if position == 0:
+            self._measure_prompt(request)
         chunk = TokenChunk(
             request_id=request.request_id,
             token_ids=kept,
             position=position,
             logprobs=logprobs,
-            accepted=accepted,
-            drafted=drafted,
+            accepted=[min(verified.num_accepted, len(kept))] if num_drafts else [],
+            drafted=[num_drafts] if num_drafts else [],
             finish_reason=reason,
             stop_reason=stop_reason,
             num_cached_tokens=request.num_cached,
@@ -224,6 +215,23 @@ class StepRunner:
         )
         # A prefill leg's stream stays open until its pages are free: only an open one shows that the client left.
         self.emit(chunk, reason is not None)
+
+    def _measure_tokens(self, request: Request, num_drafts: int, num_accepted: int, num_kept: int) -> None:
+        """As in vLLM, counters include drafts after the request's end."""
+        if num_drafts:
+            self.metrics.verified(num_drafts, num_accepted)
+            if self.adaptive is not None:
+                self.adaptive.verified(request, num_drafts, num_accepted)
+        self.metrics.num_generation_tokens += num_kept
+        if request.committed_at is not None:
+            self.metrics.commit_to_first_step.observe(self.clock.monotonic() - request.committed_at)
+            request.committed_at = None
+
+    def _measure_prompt(self, request: Request) -> None:
+        self.metrics.num_cached_tokens += request.num_cached
+        self.metrics.prompt_came(request.num_prompt, request.num_cached, "local_compute")
+        if request.started_at is not None:
+            self.metrics.prefill_time.observe(self.clock.monotonic() - request.started_at)
 
     def _end_without_tokens(self, scheduled: Sequence[ScheduledRows]) -> None:
         """End requests that want only prompt logprobs (`max_tokens` 0) when their prompt is computed."""

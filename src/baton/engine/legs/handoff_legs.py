@@ -186,69 +186,85 @@ class HandoffLegs:
         assert request.ticket is not None
         self.agent.abort(request.ticket.key, "aborted")
 
+    # ------------------------------------------------------------ the agent's events
+
     def handle(self, event: HandoffEvent) -> list[Effect]:
         leg = self.open.get(event.key)
         if leg is None:
             return []
-        if isinstance(event, DecodeProgress):
-            for name, stop in event.proven.items():
-                leg.proven[name] = max(stop, leg.proven.get(name, 0))
-            return []
-        if isinstance(event, DecodeFailed):
-            self.metrics.handoff_failures[reason_label(event.reason)] += 1
-            if event.reason == "nonfinite_logits":
-                leg.proven.clear()  # the bytes equal P's, which are wrong
-            if not self._receives(leg):
+        match event:
+            case DecodeProgress():
+                for name, stop in event.proven.items():
+                    leg.proven[name] = max(stop, leg.proven.get(name, 0))
                 return []
-            error = f"{event.reason}: {event.message}"
-            if leg.request.prefix_len is not None:
-                return [RequestFailed(leg.request, error, event.recoverable)]
-            return self._failed(leg, error, event.recoverable)
-        if isinstance(event, DecodeAdmitted):
-            leg.step("admitted")
-            leg.sent_groups = event.groups
-            if leg.request.prefix_len is not None:
-                return self.prefixes.place(leg)
-            leg.request.mark("admitted", self._clock.monotonic())
-            self._enqueue(leg)
-            return []
-        del self.open[event.key]
-        return self._ended(leg, event)
+            case DecodeAdmitted():
+                return self._admitted(leg, event)
+            case DecodeFailed():
+                return self._handoff_failed(leg, event)
+            case PrefillReleased():
+                del self.open[event.key]
+                return self._prefill_released(leg, event)
+            case DecodeCommitted() | DecodeFinished():
+                del self.open[event.key]
+                return self._received(leg, event)
+            case DecodeReleased():
+                del self.open[event.key]
+                self.metrics.num_handoffs["released"] += 1
+                self._leave_quarantine(leg)
+                return []
 
-    def _ended(
-        self, leg: Leg, event: PrefillReleased | DecodeCommitted | DecodeFinished | DecodeReleased
-    ) -> list[Effect]:
-        metrics, request = self.metrics, leg.request
-        if isinstance(event, PrefillReleased):
-            metrics.num_handoffs[event.outcome] += request.prefix_len is None
-            if request.status in (RequestStatus.WAITING, RequestStatus.RUNNING):
-                return [RequestFailed(request, f"handoff_failed: {event.outcome}")]
-            return [PagesReleased(request)]
-        effects: list[Effect] = []
-        if request.prefix_len is not None and not isinstance(event, DecodeReleased) and self._receives(leg):
-            return self.prefixes.take(leg, event, metrics)
+    def _admitted(self, leg: Leg, event: DecodeAdmitted) -> list[Effect]:
+        leg.step("admitted")
+        leg.sent_groups = event.groups
+        if leg.request.prefix_len is not None:
+            return self.prefixes.place(leg)
+        leg.request.mark("admitted", self._clock.monotonic())
+        self._enqueue(leg)
+        return []
+
+    def _handoff_failed(self, leg: Leg, event: DecodeFailed) -> list[Effect]:
+        self.metrics.handoff_failures[reason_label(event.reason)] += 1
+        if event.reason == "nonfinite_logits":
+            leg.proven.clear()  # the bytes equal P's, which are wrong
+        if not self._receives(leg):
+            return []
+        error = f"{event.reason}: {event.message}"
+        if leg.request.prefix_len is not None:
+            return [RequestFailed(leg.request, error, event.recoverable)]
+        return self._failed(leg, error, event.recoverable)
+
+    def _received(self, leg: Leg, event: DecodeCommitted | DecodeFinished) -> list[Effect]:
+        """The pages are quiet, also after the commit of a request aborted meanwhile."""
+        receives = self._receives(leg)
+        if receives and leg.request.prefix_len is not None:
+            return self.prefixes.take(leg, event, self.metrics)
         if isinstance(event, DecodeCommitted):
-            metrics.num_handoffs["committed"] += 1
-            metrics.handoff_bytes += event.num_bytes
-            metrics.handoff_runs += event.num_runs
-            now = self._clock.monotonic()
-            metrics.register_to_commit.observe(now - leg.registered)
-            for name, time in zip(("first_bytes", "last_bytes"), event.copied or (), strict=False):
-                request.mark(name, time)
-            request.mark("committed", now)
-            request.num_bytes, request.num_runs = event.num_bytes, event.num_runs
-            request.integrity = self._integrity
-            if self._receives(leg):
-                return self._take(leg, event.seeds, finished=False)
-        elif isinstance(event, DecodeFinished):
-            metrics.num_handoffs["finished"] += 1
-            if self._receives(leg):
-                effects = self._take(leg, event.seeds, finished=True)
+            self._measure_commit(leg, event)
         else:
-            metrics.num_handoffs["released"] += 1
-        # The pages are quiet, also after the commit of a request aborted meanwhile.
+            self.metrics.num_handoffs["finished"] += 1
+        if receives:
+            return self._take(leg, event.seeds, finished=isinstance(event, DecodeFinished))
         self._leave_quarantine(leg)
-        return effects
+        return []
+
+    def _prefill_released(self, leg: Leg, event: PrefillReleased) -> list[Effect]:
+        request = leg.request
+        self.metrics.num_handoffs[event.outcome] += request.prefix_len is None
+        if request.status in (RequestStatus.WAITING, RequestStatus.RUNNING):
+            return [RequestFailed(request, f"handoff_failed: {event.outcome}")]
+        return [PagesReleased(request)]
+
+    def _measure_commit(self, leg: Leg, event: DecodeCommitted) -> None:
+        metrics, request, now = self.metrics, leg.request, self._clock.monotonic()
+        metrics.num_handoffs["committed"] += 1
+        metrics.handoff_bytes += event.num_bytes
+        metrics.handoff_runs += event.num_runs
+        metrics.register_to_commit.observe(now - leg.registered)
+        for name, time in zip(("first_bytes", "last_bytes"), event.copied or (), strict=False):
+            request.mark(name, time)
+        request.mark("committed", now)
+        request.num_bytes, request.num_runs = event.num_bytes, event.num_runs
+        request.integrity = self._integrity
 
     def _receives(self, leg: Leg) -> bool:
         return leg.attached and leg.request.status in (RequestStatus.WAITING, RequestStatus.RECEIVING)
