@@ -11,6 +11,7 @@ import pytest
 
 from baton.engine.core import EngineCore
 from baton.engine.request import FOLLOWS, Request, RequestStatus
+from baton.engine.request_times import RequestTimes
 from baton.engine.sampling.sampling_state import SamplingState
 from baton.sampling_params import SamplingParams
 from baton.wire import FinishReason, LegTimings
@@ -108,14 +109,13 @@ def test_every_request_ends_once_in_one_place(
 
 
 def test_a_request_tells_its_times_once_and_only_if_asked() -> None:
-    wire = msgspec.structs.replace(request("r", [1, 2, 3], PARAMS), timings=True)
-    timed = Request(wire, SamplingState(PARAMS, [1, 2, 3], 10, ()))
+    timed = RequestTimes(msgspec.structs.replace(request("r", [1, 2, 3], PARAMS), timings=True))
     timed.queued_at = 10.0
     timed.mark("announced", 10.5)
     timed.mark("announced", 11.0)  # the first time counts
     timed.num_bytes = 64
-    assert timed.timings(12.0) == LegTimings(announced=0.5, num_bytes=64)
-    assert timed.timings(13.0) is None
-    untimed = Request(request("r", [1, 2, 3], PARAMS), SamplingState(PARAMS, [1, 2, 3], 10, ()))
+    assert timed.leg_timings(12.0) == LegTimings(announced=0.5, num_bytes=64)
+    assert timed.leg_timings(13.0) is None
+    untimed = RequestTimes(request("r", [1, 2, 3], PARAMS))
     untimed.mark("announced", 10.5)
-    assert untimed.timings(12.0) is None
+    assert untimed.leg_timings(12.0) is None

@@ -134,7 +134,7 @@ class EngineCore:
 
     def _note_arrival(self, request: Request) -> None:
         self.requests[request.request_id] = request
-        request.arrival, request.queued_at = next(self._arrivals), self.clock.monotonic()
+        request.arrival, request.times.queued_at = next(self._arrivals), self.clock.monotonic()
 
     def _move_prefix(self, request: Request) -> None:
         """Send or receive cached KV. Needs no free pages on either side."""
@@ -142,7 +142,7 @@ class EngineCore:
         if request.role == "prefill" and not self.legs.prefixes.hold(request):
             return self._decline(request, "prefix_missing: too little of the prompt is here")
         self._note_arrival(request)
-        request.step_s_before = self._step_s - self.mailbox.delay_s
+        request.times.step_s_before = self._step_s - self.mailbox.delay_s
         self.legs.open_leg(request)
         if request.role == "prefill":
             self._tell(request, False, num_cached_tokens=request.prefix_len, window_start=request.window_start)
@@ -199,8 +199,8 @@ class EngineCore:
         if request.prefix_len is not None:
             return  # nothing is computed
         self.metrics.num_requests[reason or "handoff"] += 1
-        if request.runs_since is not None:
-            self.metrics.inference_time.observe(self.clock.monotonic() - request.runs_since)
+        if request.times.runs_since is not None:
+            self.metrics.inference_time.observe(self.clock.monotonic() - request.times.runs_since)
 
     # ------------------------------------------------------------- handoffs
 
@@ -216,7 +216,7 @@ class EngineCore:
                     self.finish(request, "error", effect.error, effect.recoverable)
                 case PrefixArrived():
                     self._end(request, "length")
-                    found = {"num_cached_tokens": effect.num_tokens, "queued_s": self._step_s - request.step_s_before}
+                    found = {"num_cached_tokens": effect.num_tokens, "queued_s": self._step_s - request.times.step_s_before}
                     self._tell(request, True, finish_reason="length", **found)
                 case SeedsArrived():
                     (self._finished_elsewhere if effect.finished else self._committed)(request, effect.seeds)
@@ -259,7 +259,7 @@ class EngineCore:
         if self.queue_timeout_s <= 0:
             return
         for request in self.scheduler.queued():
-            if not request.started and now >= request.queued_at + self.queue_timeout_s:
+            if not request.started and now >= request.times.queued_at + self.queue_timeout_s:
                 self.finish(request, "error", f"queue_timeout: no room within {self.queue_timeout_s:g} s")
 
     def _finalise(self, scheduled: Sequence[ScheduledRows], draft_rows: Sequence[DraftRows]) -> None:
@@ -307,7 +307,7 @@ class EngineCore:
             request.token_ids.append(seeds.first_token)
             request.sampler.advance([seeds.first_token])
         self._seed_drafter(request, seeds)
-        request.committed_at = request.runs_since = self.clock.monotonic()
+        request.times.committed_at = request.times.runs_since = self.clock.monotonic()
         num_cached = min(request.num_cached, request.num_prompt)
         self.metrics.prompt_came(request.num_prompt, num_cached, "external_kv_transfer")
         self.scheduler.commit_receive(request)
@@ -348,6 +348,6 @@ class EngineCore:
             finish_reason=reason,
             stop_reason=stop_reason,
             num_cached_tokens=request.num_cached,
-            timings=request.timings(self.clock.monotonic()) if request.marks is not None else None,
+            timings=request.times.leg_timings(self.clock.monotonic()) if request.times.wanted else None,
         )
         self.emit(chunk, reason is not None)

@@ -6,17 +6,17 @@ import enum
 import secrets
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from baton.engine.request_times import RequestTimes
 from baton.engine.sampling.sampling_state import SamplingState
 from baton.errors import RequestError
 from baton.kv.block_tables import BlockTables
 from baton.kv.prefix import salted_root
 from baton.sampling_params import SamplingParams
 from baton.structured import Allowed, Matcher
-from baton.wire import UNHURRIED_S, FinishReason, GenerateRequest, LegTimings, TokenLogprobs
+from baton.wire import FinishReason, GenerateRequest, TokenLogprobs
 
 if TYPE_CHECKING:
     from baton.handoff.protocol.ticket import SignedTicket
@@ -52,7 +52,7 @@ FOLLOWS: dict[RequestStatus, frozenset[RequestStatus]] = {
 
 
 class Request:
-    """One sample of one prompt. Times are monotonic seconds.
+    """One sample of one prompt.
 
     `token_ids` holds prompt and output. Target KV is valid for [0, num_computed), drafter KV for [0, num_drafted).
     While decoding, `num_computed == len(token_ids) - 1`: the last token has no KV yet. A request that resumes with
@@ -70,36 +70,36 @@ class Request:
         self.request_id = wire.request_id
         self.params: SamplingParams = wire.sampling_params
         self.stop_token_ids = frozenset(self.params.stop_token_ids)
-        self.token_ids: list[int] = list(wire.prompt_token_ids)
-        self.num_prompt = wire.num_prompt_tokens or len(wire.prompt_token_ids)
         self.sampler = sampler
         self.matcher = matcher
-        self.role = wire.handoff.role if wire.handoff else None
-        self.ticket = ticket
-        # If set, the request only moves this many cached tokens of its prompt.
-        self.prefix_len = wire.handoff.prefix_len if wire.handoff else None
-        self.window_start = wire.handoff.window_start if wire.handoff else 0
-        self.prefix_multiple = wire.handoff.prefix_multiple if wire.handoff else 1
-        self.max_prefill_tokens = wire.max_prefill_tokens
+
+        # Tokens and results.
+        self.token_ids: list[int] = list(wire.prompt_token_ids)
+        self.num_prompt = wire.num_prompt_tokens or len(wire.prompt_token_ids)
+        # Cached tokens get no logits, so a prompt with logprobs gets a salt of its own and no prefix hits.
+        scores = self.params.prompt_logprobs is not None
+        self.prompt_logprobs: list[TokenLogprobs | None] = [None] * (self.num_prompt if scores else 0)
+        self.first_logprobs: TokenLogprobs | None = None
+        self.finish_reason: FinishReason | None = None
+
+        # Life in this engine.
         self._status = RequestStatus.WAITING
+        self.times = RequestTimes(wire)
+        self.priority = wire.priority
         self.arrival = 0  # the order of arrival at this engine
         self.started = False  # has had pages, or recomputes after a failed handoff
-        self.queued_at = 0.0  # its arrival
-        self.num_bytes = self.num_runs = 0  # of the committed handoff
-        self.integrity = ""  # of the committed handoff
-        self.chunks: list[tuple[float, int]] = []  # of `LegTimings`, but monotonic seconds
-        # By the names of `LegTimings`; None if not requested, or after the first chunk.
-        self.marks: dict[str, float] | None = {} if wire.timings else None
-        self.waited_s = wire.waited_s  # earlier, in other attempts
-        self.step_s_before = 0.0  # of a leg that moves a prefix: the engine's seconds in steps before it came
-        self.priority = wire.priority
-        # How long after its beginning its first token is due.
-        self.due_after_s = UNHURRIED_S if wire.ttft_slo_s is None else wire.ttft_slo_s
-        self.started_at: float | None = None  # the prompt's first step here; None for a decode leg
-        self.committed_at: float | None = None  # of the handoff; None after the first step
-        self.runs_since: float | None = None  # first step, or commit of the handoff
-        self.finish_reason: FinishReason | None = None
+        self.max_prefill_tokens = wire.max_prefill_tokens
+
+        # KV, in tokens.
+        salt = secrets.token_hex(16) if scores else wire.cache_salt
+        self.kv = BlockTables(salted_root(salt))
+        self.is_salted = salt is not None
+        self.num_cached = 0
         self.num_computed = 0
+        self.set_prefill_length()
+
+        # The drafter.
+        self.draft_ids: list[int] = []
         self.num_drafted = 0
         # The position of the first entry in the drafter's pages: not 0 if a handoff lacked KV of a drafter that needs
         # features.
@@ -110,16 +110,13 @@ class Request:
         # (`baton.drafters.chain`).
         self.num_known_drafted = 0
         self.mtp_hidden: npt.NDArray[np.float32] | None = None
-        self.num_cached = 0
-        self.draft_ids: list[int] = []
-        # Cached tokens get no logits, so a prompt with logprobs gets a salt of its own and no prefix hits.
-        scores = self.params.prompt_logprobs is not None
-        self.prompt_logprobs: list[TokenLogprobs | None] = [None] * (self.num_prompt if scores else 0)
-        salt = secrets.token_hex(16) if scores else wire.cache_salt
-        self.kv = BlockTables(salted_root(salt))
-        self.is_salted = salt is not None
-        self.first_logprobs: TokenLogprobs | None = None
-        self.set_prefill_length()
+
+        # The handoff. `prefix_len`: the request only moves this many cached tokens of its prompt.
+        self.ticket = ticket
+        self.role = wire.handoff.role if wire.handoff else None
+        self.prefix_len = wire.handoff.prefix_len if wire.handoff else None
+        self.window_start = wire.handoff.window_start if wire.handoff else 0
+        self.prefix_multiple = wire.handoff.prefix_multiple if wire.handoff else 1
 
     @property
     def status(self) -> RequestStatus:
@@ -136,34 +133,14 @@ class Request:
         self.prefill_len = len(self.token_ids) if self.num_output == 0 else len(self.token_ids) - 1
 
     @property
-    def queued_s(self) -> float | None:
-        return None if self.started_at is None else self.started_at - self.queued_at
-
-    def mark(self, name: str, now: float) -> None:
-        if self.marks is not None:
-            self.marks.setdefault(name, now)
-
-    def timings(self, now: float) -> LegTimings | None:
-        """For the first chunk; None if not requested, or already sent."""
-        if self.marks is None:
-            return None
-        since = {name: at - self.queued_at for name, at in self.marks.items()}
-        if self.started_at is not None:
-            since |= {"started": self.started_at - self.queued_at, "sampled": now - self.queued_at}
-        self.marks = None
-        chunks = [(began - self.queued_at, count) for began, count in self.chunks]
-        told = LegTimings(num_bytes=self.num_bytes, num_runs=self.num_runs, integrity=self.integrity, chunks=chunks)
-        return msgspec.structs.replace(told, **since)
-
-    @property
     def queue_key(self) -> tuple[bool, int, float, int]:
         """Requests that have started first, then by `turn`."""
         return not self.started, *self.turn
 
     @property
     def turn(self) -> tuple[int, float, int]:
-        """By class; in it, by the time when the first token is due, counted from the beginning on any engine."""
-        return self.priority, self.queued_at - self.waited_s + self.due_after_s, self.arrival
+        """By class; in it, by the time when the first token is due."""
+        return self.priority, self.times.due_at, self.arrival
 
     @property
     def num_output(self) -> int:

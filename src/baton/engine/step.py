@@ -100,11 +100,11 @@ class StepRunner:
         """Record the queue time of requests that run for the first time. Handoff metrics cover decode legs."""
         for rows in scheduled:
             request = rows.request
-            if request.started_at is None and request.role != "decode":
-                now = request.started_at = request.runs_since = self.clock.monotonic()
-                self.metrics.queue_time.observe(now - request.queued_at)
-            if request.marks is not None and request.is_prefilling:
-                request.chunks.append((self.clock.monotonic(), rows.num_rows))
+            if request.times.started_at is None and request.role != "decode":
+                now = request.times.started_at = request.times.runs_since = self.clock.monotonic()
+                self.metrics.queue_time.observe(now - request.times.queued_at)
+            if request.times.wanted and request.is_prefilling:
+                request.times.mark_chunk(rows.num_rows, self.clock.monotonic())
 
     def _together(self, scheduled: Sequence[ScheduledRows]) -> StepOutcome:
         """Run the rows in one forward. Requests that fail together run again alone."""
@@ -209,8 +209,8 @@ class StepRunner:
             finish_reason=reason,
             stop_reason=stop_reason,
             num_cached_tokens=request.num_cached,
-            queued_s=request.queued_s if position == 0 else None,
-            timings=request.timings(self.clock.monotonic()) if request.marks is not None else None,
+            queued_s=request.times.queued_s if position == 0 else None,
+            timings=request.times.leg_timings(self.clock.monotonic()) if request.times.wanted else None,
             prompt_logprobs=(request.prompt_logprobs or None) if position == 0 else None,
         )
         # A prefill leg's stream stays open until its pages are free: only an open one shows that the client left.
@@ -223,15 +223,15 @@ class StepRunner:
             if self.adaptive is not None:
                 self.adaptive.verified(request, num_drafts, num_accepted)
         self.metrics.num_generation_tokens += num_kept
-        if request.committed_at is not None:
-            self.metrics.commit_to_first_step.observe(self.clock.monotonic() - request.committed_at)
-            request.committed_at = None
+        if request.times.committed_at is not None:
+            self.metrics.commit_to_first_step.observe(self.clock.monotonic() - request.times.committed_at)
+            request.times.committed_at = None
 
     def _measure_prompt(self, request: Request) -> None:
         self.metrics.num_cached_tokens += request.num_cached
         self.metrics.prompt_came(request.num_prompt, request.num_cached, "local_compute")
-        if request.started_at is not None:
-            self.metrics.prefill_time.observe(self.clock.monotonic() - request.started_at)
+        if request.times.started_at is not None:
+            self.metrics.prefill_time.observe(self.clock.monotonic() - request.times.started_at)
 
     def _end_without_tokens(self, scheduled: Sequence[ScheduledRows]) -> None:
         """End requests that want only prompt logprobs (`max_tokens` 0) when their prompt is computed."""

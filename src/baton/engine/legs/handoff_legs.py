@@ -76,7 +76,7 @@ class HandoffLegs:
         else:
             if request.prefix_len is None:
                 self.scheduler.announced[request] = None
-            request.mark("announced", self._clock.monotonic())
+            request.times.mark("announced", self._clock.monotonic())
             self.agent.announce_decode(request.ticket)
 
     def set_ready(self, request: Request) -> None:
@@ -117,7 +117,7 @@ class HandoffLegs:
                 break
             scheduler.receive_queue.popleft()
             leg.wanted, leg.registered = destination.wanted, self._clock.monotonic()
-            request.mark("registered", leg.registered)
+            request.times.mark("registered", leg.registered)
             pages = {name: request.kv.pages[name] for name in leg.wanted}
             self.agent.open_decode(ticket, request.prefill_len, leg.wanted, pages)
 
@@ -218,7 +218,7 @@ class HandoffLegs:
         leg.sent_groups = event.groups
         if leg.request.prefix_len is not None:
             return self.prefixes.place(leg)
-        leg.request.mark("admitted", self._clock.monotonic())
+        leg.request.times.mark("admitted", self._clock.monotonic())
         self._enqueue(leg)
         return []
 
@@ -261,10 +261,10 @@ class HandoffLegs:
         metrics.handoff_runs += event.num_runs
         metrics.register_to_commit.observe(now - leg.registered)
         for name, time in zip(("first_bytes", "last_bytes"), event.copied or (), strict=False):
-            request.mark(name, time)
-        request.mark("committed", now)
-        request.num_bytes, request.num_runs = event.num_bytes, event.num_runs
-        request.integrity = self._integrity
+            request.times.mark(name, time)
+        request.times.mark("committed", now)
+        request.times.num_bytes, request.times.num_runs = event.num_bytes, event.num_runs
+        request.times.integrity = self._integrity
 
     def _receives(self, leg: Leg) -> bool:
         return leg.attached and leg.request.status in (RequestStatus.WAITING, RequestStatus.RECEIVING)
