@@ -22,7 +22,7 @@ from baton.engine.config import EngineConfig, KVTransferConfig, SpeculativeConfi
 from baton.engine.loading.generation_config import GENERATION_FIELDS
 from baton.handoff.protocol.ticket import request_digest
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
-from baton.models.loading.loader import _CONFIG_NOISE
+from baton.models.loading.checkpoint_digests import _CONFIG_NOISE
 from baton.sampling_params import SamplingParams, StructuredOutputsParams
 from baton.text import Tokenizer
 from baton.wire import EngineInfo, GenerateRequest, VllmIdentity

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from baton.engine.attention.registry import get_backend
 from baton.errors import CheckpointError
 from baton.models.layers import linear
+from baton.models.loading.checkpoint_digests import fingerprint
 from baton.models.loading.config_json import read_config
-from baton.models.loading.loader import fingerprint, load_model, weight_table
+from baton.models.loading.loader import load_model, weight_table
 from testkit.handoffs.paged import PagedSequence
 
 pytestmark = pytest.mark.usefixtures("one_thread")

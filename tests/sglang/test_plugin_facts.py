@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
-from baton.models.loading.loader import fingerprint, tokenizer_hash
+from baton.models.loading.checkpoint_digests import fingerprint, tokenizer_hash
 from baton.plugin_base.model_facts import tokenizer_fact, weights_fact
 
 MODEL = Path(__file__).parents[2] / "models" / "baton-demo-eagle"

@@ -52,28 +52,15 @@ class Decoder(nn.Module):
     def forward(
         self, input_ids_T: Tensor, positions_T: Tensor, cache: LayerCache, aux_layers: tuple[int, ...]
     ) -> tuple[Tensor, list[Tensor]]:
+        """As `CausalLM.forward`. Later pipeline stages return their residual stream, and nothing of `aux_layers`."""
         stage, num_layers, wanted = self._stage, self._config.num_layers, sorted(set(aux_layers))
-        seen: dict[int, Tensor] = {}
+        seen: dict[int, Tensor] = {}  # the residual streams that enter `wanted` layers
         if stage.index == 0:
-            x = self.embed_tokens(input_ids_T)
-            if self._multiplier != 1.0:
-                x = x * self._multiplier
-            x = self.spread(x)
+            x = self._embed(input_ids_T)
         else:
             before = stage_layers(num_layers, stage.index - 1, stage.count)
             x = self._receive(len(input_ids_T), [a for a in wanted if a < before.stop], stage.index - 1, seen)
-        inputs = self.layer_inputs(input_ids_T, x)
-        regions = None if inputs or self.fused is None else self.fused.regions(len(x), cache)
-        if regions is not None and self.fused is not None:
-            seen = {layer_id: torch.empty_like(x) for layer_id in aux_layers if layer_id < num_layers}
-            self.fused.run(x, self.rotaries, regions, seen)
-        else:
-            cos_sin = [rotary.at(positions_T) for rotary in self.rotaries]
-            for name, layer in self.layers.items():
-                layer_id = int(name)
-                if layer_id in aux_layers:
-                    seen[layer_id] = x
-                x = layer(x, cos_sin[self._rotary_of[layer_id]], cache, *inputs.get(layer_id, ()))
+        x = self._run_layers(x, input_ids_T, positions_T, cache, wanted, seen)
         if stage.index + 1 == stage.count:
             seen[num_layers] = seen[num_layers + 1] = x
         if stage.count > 1:
@@ -85,6 +72,34 @@ class Decoder(nn.Module):
             x = self._receive(len(input_ids_T), wanted, stage.count - 1, seen)
         features = {a: self.feature(seen[a]) if a <= num_layers else seen[a] for a in wanted}
         return self.norm(self.collapse(x)), [features[layer_id] for layer_id in aux_layers]
+
+    def _embed(self, input_ids_T: Tensor) -> Tensor:
+        x: Tensor = self.embed_tokens(input_ids_T)
+        return self.spread(x * self._multiplier if self._multiplier != 1.0 else x)
+
+    def _run_layers(
+        self,
+        x: Tensor,
+        input_ids_T: Tensor,
+        positions_T: Tensor,
+        cache: LayerCache,
+        wanted: Sequence[int],
+        seen: dict[int, Tensor],
+    ) -> Tensor:
+        """This stage's layers, in one kernel if they can be fused. The inputs of `wanted` layers go into `seen`."""
+        inputs = self.layer_inputs(input_ids_T, x)
+        regions = None if inputs or self.fused is None else self.fused.regions(len(x), cache)
+        if regions is not None and self.fused is not None:
+            seen.update({layer_id: torch.empty_like(x) for layer_id in wanted if layer_id < self._config.num_layers})
+            self.fused.run(x, self.rotaries, regions, seen)
+            return x
+        cos_sin = [rotary.at(positions_T) for rotary in self.rotaries]
+        for name, layer in self.layers.items():
+            layer_id = int(name)
+            if layer_id in wanted:
+                seen[layer_id] = x
+            x = layer(x, cos_sin[self._rotary_of[layer_id]], cache, *inputs.get(layer_id, ()))
+        return x
 
     @property
     def stream_size(self) -> int:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from baton.models.loading.loader import fingerprint, tokenizer_hash
+from baton.models.loading.checkpoint_digests import fingerprint, tokenizer_hash
 
 
 def weights_fact(path: str, config: Any, revision: str | None) -> str:

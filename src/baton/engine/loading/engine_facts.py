@@ -21,7 +21,7 @@ from baton.engine.sampling.noise import gumbel
 from baton.engine.step_plans import one_request
 from baton.kv.spec import GroupSpec
 from baton.models.base import CausalLM
-from baton.models.loading.loader import fingerprint, tokenizer_hash
+from baton.models.loading.checkpoint_digests import fingerprint, tokenizer_hash
 from baton.structured import LIBRARY
 
 # Raise this when a request may get other tokens than before.

@@ -1,4 +1,7 @@
-"""Llama 1-3.x (`model_type` llama): full attention, optional biases."""
+"""Llama 1-3.x (`model_type` llama): full attention, optional biases.
+
+It is `models.base` with the layers of `layers.decoder_layer`: read these for the forward.
+"""
 
 from __future__ import annotations
 

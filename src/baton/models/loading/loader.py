@@ -5,8 +5,6 @@ Any fault of a directory raises a `CheckpointError` of one line that names the f
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import re
 from collections import Counter
@@ -35,17 +33,6 @@ from baton.models.registry import model_class
 
 logger = logging.getLogger(__name__)
 
-# Fields without effect on results.
-_CONFIG_NOISE = ("_name_or_path", "transformers_version", "use_cache")
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-_READ_SIZE = 1 << 22
 _EXPERT = re.compile(r"(.+\.experts\.\d+)\.")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Bytes of a weight file that are mapped at once.
@@ -152,12 +139,7 @@ def fill_module(
                     raise CheckpointError(f"{file}: unexpected tensor {stored}")
                 if place not in table:
                     raise CheckpointError(f"{file}: tensor {stored} has the place of one before it")
-                found, wanted = list(values.shape), table[place].shape
-                if values.dtype not in _FLOATS and table[place].tensor.is_floating_point():
-                    kind = str(values.dtype).removeprefix("torch.")
-                    raise CheckpointError(f"{file}: tensor {stored} is {kind}, quantized weights are not supported")
-                if found != wanted:
-                    raise CheckpointError(f"{file}: tensor {stored} has shape {found}, expected {wanted}")
+                _check_fits(f"{file}: tensor {stored}", values, table[place])
                 table.pop(place).fill(values)
                 unfilled.filled(place)
             watch(before + int(share * size), total)
@@ -166,6 +148,14 @@ def fill_module(
         first = ", ".join(sorted(table)[:3])
         rest = f" and {len(table) - 3} more" if len(table) > 3 else ""
         raise CheckpointError(f"{path}: missing tensor {first}{rest}")
+
+
+def _check_fits(what: str, values: Tensor, place: Place) -> None:
+    if values.dtype not in _FLOATS and place.tensor.is_floating_point():
+        kind = str(values.dtype).removeprefix("torch.")
+        raise CheckpointError(f"{what} is {kind}, quantized weights are not supported")
+    if (found := list(values.shape)) != place.shape:
+        raise CheckpointError(f"{what} has shape {found}, expected {place.shape}")
 
 
 def _expert_of(name: str) -> str | None:
@@ -269,30 +259,3 @@ def _of_stage(name: str | None, stage: Stage, layers: range) -> str | None:
     index = layer_index(name)
     is_here = stage.index == 0 if index is None else index in layers
     return name if is_here else None
-
-
-def fingerprint(path: str | Path) -> str:
-    """128-bit hex digest of a checkpoint's config (without `_CONFIG_NOISE`) and weight files: equal digests mean equal
-    results.
-
-    Not cached: the directory may change.
-    """
-    raw = {key: value for key, value in read_config(path).items() if key not in _CONFIG_NOISE}
-    digest = hashlib.blake2b(json.dumps(raw, sort_keys=True).encode(), digest_size=16)
-    for file in weight_files(path):
-        digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
-        with file.open("rb") as stream:
-            while chunk := stream.read(_READ_SIZE):
-                digest.update(chunk)
-    return digest.hexdigest()
-
-
-def tokenizer_hash(directory: Path) -> str:
-    """16 hex digits, of the tokenizer's files and the chat templates."""
-    digest = hashlib.sha256()
-    further = sorted(f"{path.parent.name}/{path.name}" for path in directory.glob("additional_chat_templates/*.jinja"))
-    for name in (*_TOKENIZER_FILES, *further):
-        path = directory / name
-        content = path.read_bytes() if path.exists() else b""
-        digest.update(f"\0{name}\0{len(content)}\0".encode() + content)
-    return digest.hexdigest()[:16]
