@@ -35,51 +35,11 @@ class TargetOutput:
     features_TF: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class _DraftPages:
-    """`first_entry`: as of `DraftPlan`."""
-
-    runner: ModelRunner
-    layers: LayerMap
-    tables: Mapping[str, Int32Array]
-    first_entry: IntArray
-    states: DraftStates
-
-    def bind(self, requests: IntArray, positions: IntArray, query_start: Int32Array) -> PagedCache:
-        slots = positions
-        if self.first_entry.any():
-            # Slots and visibility count from a request's first entry.
-            slots = positions - np.repeat(self.first_entry[requests], np.diff(query_start))
-        batches = {name: AttnBatch(query_start, slots, table[requests]) for name, table in self.tables.items()}
-        slots_of = self.states.bind(requests, positions, query_start)
-        states = {name: StateBatch(query_start, slots) for name, slots in slots_of.items()}
-        return PagedCache(self.runner.backend, self.layers, batches, states)
-
-
-def plan_spec(groups: Sequence[GroupSpec], drafter: Drafter | None) -> PlanSpec:
-
-    def names(owner: Owner, states: bool) -> tuple[str, ...]:
-        return tuple(g.name for g in groups if g.owner == owner and (g.kind == "state") is states)
-
-    return PlanSpec(
-        target_groups=names("target", False),
-        draft_groups=names("draft", False) + _groups_read(groups, drafter),
-        state_groups=names("target", True),
-        drafts=drafter is not None,
-        needs_contexts=drafter is not None and drafter.needs_contexts,
-        num_modules=num_modules(drafter),
-        draft_state_groups=names("draft", True),
-    )
-
-
-def _groups_read(groups: Sequence[GroupSpec], drafter: Drafter | None) -> tuple[str, ...]:
-    read = set(layers_read(drafter))
-    return tuple(g.name for g in groups if g.owner == "target" and read & set(g.layer_ids))
-
-
 class ModelRunner:
-    """Without `grammars`, drafts are not constrained. `aux_layers`: those of the drafter, for a pipeline stage without
-    it. Callers must be in `torch.inference_mode()`."""
+    """One rank's target and drafter, over the pages of its groups. Callers must be in `torch.inference_mode()`.
+
+    Without `grammars`, drafts are not constrained. `aux_layers`: the drafter's, for a pipeline stage without it.
+    """
 
     def __init__(
         self,
@@ -143,28 +103,10 @@ class ModelRunner:
 
     def draft(self, plan: DraftPlan, output: TargetOutput) -> DraftResult:
         """Raises `ValueError` for invalid drafts."""
-        drafter, rows = self.drafter, plan.rows
+        drafter = self.drafter
         assert drafter is not None
-        features = output.features_TF
-        if features is not None and len(plan.feature_rows) != features.shape[0]:
-            features = features[self._tensor(plan.feature_rows)]
-        # The token after the last row is known, so the first draft is two positions after the row.
-        first = rows.positions[rows.query_start[1:] - 1] + 2
-        states, constrained = DraftStates(plan), self._constrained(plan)
-        choose = DraftSampler(plan.noise, first, self.model.vocab_size, constrained)
-        batch = DraftBatch(
-            next_ids=rows.token_ids,
-            positions=rows.positions,
-            query_start=rows.query_start,
-            features_TF=features,
-            num_drafts=plan.num_drafts,
-            contexts=plan.contexts,
-            pages=_DraftPages(self, self._draft_layers, rows.tables, plan.first_entry, states),
-            choose=choose,
-            chain=plan.chain,
-            target_pages=_DraftPages(self, self._target_layers, rows.tables, plan.first_entry[:0], states),
-            noise=choose.noise if constrained is None else None,
-        )
+        states = DraftStates(plan)
+        batch = self._draft_batch(plan, output, states)
         extended = drafter.extend(batch)
         for group, source, destination in states.left_out():
             pages = self.kv[group].pages
@@ -178,11 +120,54 @@ class ModelRunner:
         _check_drafts(drafts, plan.num_drafts.tolist(), self.model.vocab_size, _name(drafter))
         return DraftResult(drafts, mtp_hidden)
 
+    def _draft_batch(self, plan: DraftPlan, output: TargetOutput, states: DraftStates) -> DraftBatch:
+        rows, features = plan.rows, output.features_TF
+        if features is not None and len(plan.feature_rows) != features.shape[0]:
+            features = features[self._tensor(plan.feature_rows)]
+        # The token after the last row is known, so the first draft is two positions after the row.
+        first = rows.positions[rows.query_start[1:] - 1] + 2
+        constrained = self._constrained(plan)
+        choose = DraftSampler(plan.noise, first, self.model.vocab_size, constrained)
+        return DraftBatch(
+            next_ids=rows.token_ids,
+            positions=rows.positions,
+            query_start=rows.query_start,
+            features_TF=features,
+            num_drafts=plan.num_drafts,
+            contexts=plan.contexts,
+            pages=_DraftPages(self, self._draft_layers, rows.tables, plan.first_entry, states),
+            choose=choose,
+            chain=plan.chain,
+            target_pages=_DraftPages(self, self._target_layers, rows.tables, plan.first_entry[:0], states),
+            noise=choose.noise if constrained is None else None,
+        )
+
     def _constrained(self, plan: DraftPlan) -> Constrained | None:
         return self._matchers.at(plan.constraints) if plan.constraints and self._matchers is not None else None
 
     def _tensor(self, values: IntArray) -> Tensor:
         return torch.from_numpy(values).to(self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _DraftPages:
+    """`first_entry`: as of `DraftPlan`."""
+
+    runner: ModelRunner
+    layers: LayerMap
+    tables: Mapping[str, Int32Array]
+    first_entry: IntArray
+    states: DraftStates
+
+    def bind(self, requests: IntArray, positions: IntArray, query_start: Int32Array) -> PagedCache:
+        slots = positions
+        if self.first_entry.any():
+            # Slots and visibility count from a request's first entry.
+            slots = positions - np.repeat(self.first_entry[requests], np.diff(query_start))
+        batches = {name: AttnBatch(query_start, slots, table[requests]) for name, table in self.tables.items()}
+        slots_of = self.states.bind(requests, positions, query_start)
+        states = {name: StateBatch(query_start, slots) for name, slots in slots_of.items()}
+        return PagedCache(self.runner.backend, self.layers, batches, states)
 
 
 def _check_drafts(drafts: list[list[int]], most: list[int], vocab_size: int, name: str) -> None:
@@ -198,3 +183,25 @@ def _check_drafts(drafts: list[list[int]], most: list[int], vocab_size: int, nam
 
 def _name(drafter: object) -> str:
     return type(drafter).__qualname__
+
+
+def plan_spec(groups: Sequence[GroupSpec], drafter: Drafter | None) -> PlanSpec:
+    """What a step's plans must contain for a target and drafter with these groups."""
+
+    def names(owner: Owner, states: bool) -> tuple[str, ...]:
+        return tuple(g.name for g in groups if g.owner == owner and (g.kind == "state") is states)
+
+    return PlanSpec(
+        target_groups=names("target", False),
+        draft_groups=names("draft", False) + _groups_read(groups, drafter),
+        state_groups=names("target", True),
+        drafts=drafter is not None,
+        needs_contexts=drafter is not None and drafter.needs_contexts,
+        num_modules=num_modules(drafter),
+        draft_state_groups=names("draft", True),
+    )
+
+
+def _groups_read(groups: Sequence[GroupSpec], drafter: Drafter | None) -> tuple[str, ...]:
+    read = set(layers_read(drafter))
+    return tuple(g.name for g in groups if g.owner == "target" and read & set(g.layer_ids))
