@@ -20,9 +20,9 @@ def engine_of(front: Any) -> Any:
     return front._engine
 
 
-def node_of(agent: HandoffAgent) -> RankHandoffs:
+def rank_handoffs_of(agent: HandoffAgent) -> RankHandoffs:
     """What an agent runs on its thread."""
-    return agent._node
+    return agent._handoffs
 
 
 def is_woken(agent: HandoffAgent) -> bool:

@@ -11,7 +11,7 @@ from baton.handoff.protocol.events import DecodeCommitted, PrefillReleased
 from baton.handoff.protocol.messages import Ack, AttemptKey, Cancel, Cancelled, Confirm, ReadDone, Repair, Seeds
 from baton.handoff.protocol.ticket import Ticket
 from baton.kv.interval import Interval
-from testkit.inside import node_of
+from testkit.inside import rank_handoffs_of
 from tests.attacks.attacker import Scene
 
 Until = Callable[[Callable[[], object]], None]
@@ -75,6 +75,6 @@ def test_cancelling_guesses_costs_bounded_memory(scene: Scene, until: Until) -> 
     for i in range(20_000):
         attacker.say(Cancel(AttemptKey(i.to_bytes(16, "big"), 0, scene.p.incarnation, "E-1"), "x"))
     until(lambda: scene.p.agent.stats().frames >= before + 20_000)
-    table = node_of(scene.p.agent).runner.prefills
+    table = rank_handoffs_of(scene.p.agent).runner.prefills
     assert table.get(spent) is not None
     assert len(table.ended) < 10_000

@@ -30,7 +30,7 @@ from baton.handoff.protocol.messages import (
 from baton.handoff.protocol.ticket import sign_ticket
 from baton.handoff.session.curve import as_server
 from baton.kv.interval import Interval
-from testkit.inside import node_of
+from testkit.inside import rank_handoffs_of
 from tests.attacks.attacker import CHALLENGE, KEYS, TICKET_KEY, Scene
 
 Until = Callable[[Callable[[], object]], None]
@@ -156,8 +156,8 @@ def test_who_takes_the_address_of_an_engine_that_died_is_not_heard(scene: Scene,
     before = {name: pool.copy() for name, pool in d.pools.items()}
     until(lambda: p.agent.stats().outstanding == 1)
     # It dies without sending anything.
-    node_of(p.agent).abort_all = lambda: None  # type: ignore[method-assign]
-    node_of(p.agent).sessions.say_bye = lambda reason, quiet: None  # type: ignore[method-assign]
+    rank_handoffs_of(p.agent).abort_all = lambda: None  # type: ignore[method-assign]
+    rank_handoffs_of(p.agent).sessions.say_bye = lambda reason, quiet: None  # type: ignore[method-assign]
     close, p.agent._channel.close = p.agent._channel.close, lambda bye=None: close()  # type: ignore[method-assign]
     p.agent.close()
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:

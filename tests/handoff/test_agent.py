@@ -45,7 +45,7 @@ from testkit.handoffs.nodes import (
     ticket_for,
 )
 from testkit.handoffs.tickets import signed
-from testkit.inside import change_hello, hello_of, is_woken, node_of
+from testkit.inside import change_hello, hello_of, is_woken, rank_handoffs_of
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
@@ -99,7 +99,7 @@ def test_ps_leg_wakes_the_thread_only_if_d_waits_for_it(pair: Pair, d_spoke: boo
     if d_spoke:
         d.agent.announce_decode(ticket)
         until = time.monotonic() + 60
-        while not node_of(p.agent).knows(ticket.key):
+        while not rank_handoffs_of(p.agent).knows(ticket.key):
             assert time.monotonic() < until, "D's ANNOUNCE does not come"
             time.sleep(0.001)
     p.agent.abort(ticket_for(p, d, "push").key, "failed", hold)
@@ -167,7 +167,7 @@ def test_what_is_given_up_may_be_overwritten_while_it_is_copied(pair: Pair, mode
     p.agent.declare_final(ticket.key, n, source, {"target": n, "draft": n - 1})
     p.agent.finish_prefill(ticket.key, SEEDS, False, {"draft": n})
     until = time.monotonic() + 60
-    while not any(len(node_of(node.agent).operations) for node in (p, d)):
+    while not any(len(rank_handoffs_of(node.agent).operations) for node in (p, d)):
         assert time.monotonic() < until, "no copy begins"
         time.sleep(0.001)
     p.agent.abort(ticket.key, "preempted", taken.set)
@@ -248,7 +248,7 @@ def test_ranks_that_a_pair_does_not_bring_are_not_forgotten(pair: Pair) -> None:
 @pytest.mark.parametrize("groups", ["none", "another rank's"])
 def test_groups_that_only_the_fingerprint_has_are_missed(pair: Pair, groups: str) -> None:
     p, d = pair.both()
-    sessions = node_of(p.agent).sessions
+    sessions = rank_handoffs_of(p.agent).sessions
     facts = {**hello_of(sessions).fingerprint, **geometry_fields(hello_of(sessions).instance)}
     change_hello(sessions, fingerprint=facts)
     instance = (
@@ -273,7 +273,7 @@ def half(geometry: Geometry, rank: int) -> RankGeometry:
 
 def assert_refused(p: Node, d: Node, said: Instance, why: str) -> None:
     """D refuses a P whose HELLO contains the instance `said`."""
-    sessions = node_of(p.agent).sessions
+    sessions = rank_handoffs_of(p.agent).sessions
     change_hello(sessions, instance=said)
     ticket = ticket_for(p, d, "pull")
     d.agent.open_decode(ticket, 4, {"target": Interval(0, 4), "draft": Interval(0, 4)}, d.pages(1, 4))

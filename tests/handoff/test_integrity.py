@@ -31,7 +31,7 @@ from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec, kv_planes
 from baton.transports.mapped.local import LocalTransport
 from testkit.handoffs.nodes import SEEDS, Node, Pair, hand_over, settle, ticket_for
-from testkit.inside import node_of
+from testkit.inside import rank_handoffs_of
 
 TOKENS = 150
 REGION = {"target": 0, "draft": 1}
@@ -203,7 +203,7 @@ def test_three_bad_handoffs_in_a_row_take_a_peer_out_of_rotation(pair: Pair, mod
 
 def test_a_handoff_without_repair_clears_the_count(pair: Pair) -> None:
     _, d = pair.both()
-    sessions = node_of(d.agent).sessions
+    sessions = rank_handoffs_of(d.agent).sessions
     event = DecodeCommitted(AttemptKey(bytes(16), 0, "P-1", "D-1"), SEEDS, 1, 1)
     for repaired in (True, True, False, True, True):
         sessions.health.note(event, repaired)

@@ -24,7 +24,7 @@ from baton.handoff.protocol.gather import DecodeGather, EndPair, Pair, PrefillGa
 from baton.handoff.protocol.messages import Announce, AttemptKey
 from testkit.handoffs.planes import LAYER_MAJOR_HND
 from testkit.handoffs.ranks import SEEDS, Engine, Shape, hand_over, prefill, settle, ticket_for, wanted_of
-from testkit.inside import change_hello, hello_of, node_of
+from testkit.inside import change_hello, hello_of, rank_handoffs_of
 
 
 class Both:
@@ -232,7 +232,7 @@ def quiet_when_told(engine: Engine, issuer: Engine) -> list[int]:
 
     def note(event: ev.HandoffEvent) -> None:
         if isinstance(event, ev.PrefillReleased | ev.DecodeReleased):
-            under_way.append(sum(len(node_of(rank.agent).operations) for rank in issuer.ranks))
+            under_way.append(sum(len(rank_handoffs_of(rank.agent).operations) for rank in issuer.ranks))
         tell(event)
 
     engine.together._on_event = note
@@ -247,7 +247,7 @@ def abort_while_one_rank_copies(pair: Both, mode: str) -> None:
     issuer.ranks[1].transport.cancel = lambda operation: None  # type: ignore[method-assign]
     under_way = quiet_when_told(side, issuer)
     key = begin(p, d, mode)
-    while not len(node_of(issuer.ranks[1].agent).operations):
+    while not len(rank_handoffs_of(issuer.ranks[1].agent).operations):
         time.sleep(0.005)
     side.together.abort(key, "aborted")
     p.next(ev.PrefillReleased)
@@ -266,7 +266,7 @@ def test_pages_of_no_rank_are_free_while_one_rank_copies(pair: Both, mode: str) 
 def test_ranks_that_nobody_has_are_refused_by_name(pair: Both) -> None:
     p, d = pair.engine("P", Shape(tp=4, groups=("draft",))), pair.engine("D", Shape(tp=1, groups=("draft",)))
     for rank in p.ranks:
-        sessions = node_of(rank.agent).sessions
+        sessions = rank_handoffs_of(rank.agent).sessions
         said = hello_of(sessions).instance
         without = {group: [each for each in ranks if each.rank != 2] for group, ranks in said.groups.items()}
         change_hello(sessions, instance=msgspec.structs.replace(said, groups=without))
@@ -325,7 +325,7 @@ def test_a_rank_speaks_for_its_own_pairs_alone(pair: Both) -> None:
         until -= 1
         time.sleep(0.02)
     assert p.ranks[0].agent.stats().rejected == before + 3
-    assert not [key for key in node_of(p.ranks[0].agent).runner.prefills.live if key.pair != (0, 0)]
+    assert not [key for key in rank_handoffs_of(p.ranks[0].agent).runner.prefills.live if key.pair != (0, 0)]
     p.together.abort(ticket.key, "aborted")
     p.next(ev.PrefillReleased)
     settle(p, d)

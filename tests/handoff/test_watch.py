@@ -17,7 +17,7 @@ from baton.handoff.agent.thread_watch import ThreadWatch
 from baton.handoff.session.config import Timers
 from testkit.engines import stepped
 from testkit.handoffs.ranks import Engine, Shape, begin_one
-from testkit.inside import node_of, thread_of
+from testkit.inside import rank_handoffs_of, thread_of
 
 
 class Clock:
@@ -122,7 +122,7 @@ def test_the_agents_of_all_ranks_close_at_the_same_time(monkeypatch: pytest.Monk
     engine = Engine("P", Shape(tp=2), ("local://",), {})
     first, second = (rank.agent for rank in engine.ranks)
     second_ends = threading.Event()
-    monkeypatch.setattr(node_of(second), "abort_all", lambda: second_ends.set())
+    monkeypatch.setattr(rank_handoffs_of(second), "abort_all", lambda: second_ends.set())
     heard: list[bool] = []
     first._call(lambda: heard.append(second_ends.wait(10)))
     HandoffAgent.close_all([first, second])

@@ -25,7 +25,7 @@ from baton.transports.mapped.segments import remove_stale_segments
 from baton.transports.process import ProcessWatch, own_host_key, process_start_ticks
 from baton.transports.remote.lifeline import Lifeline
 from testkit.handoffs.nodes import SEEDS, Node, Pair, ticket_for
-from testkit.inside import node_of
+from testkit.inside import rank_handoffs_of
 
 N = 8
 
@@ -114,7 +114,7 @@ def test_an_error_of_the_clock_part_does_not_keep_messages_waiting(pair: Pair) -
         raise OSError(errno.EMFILE, "Too many open files")
 
     for node in (p, d):
-        node_of(node.agent).sessions.renew = broken  # type: ignore[method-assign]
+        rank_handoffs_of(node.agent).sessions.renew = broken  # type: ignore[method-assign]
     begin(p, d)
     d.next(DecodeCommitted)
 

@@ -97,13 +97,13 @@ class HandoffAgent(Agent):
         sessions = Sessions(config, instance, transport, descriptor, self._channel, SystemClock(), gathered)
         watch = watch or EngineWatch()
         sessions.is_stalled = watch.is_stalled
-        self._node = RankHandoffs(sessions, instance, transport, on_event, digester, self._worker, on_peer)
+        self._handoffs = RankHandoffs(sessions, instance, transport, on_event, digester, self._worker, on_peer)
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = False
         self._woken = False  # the thread will drain the calls soon
         self._thread = threading.Thread(target=self._run, name="baton-handoff", daemon=True)
-        self._turned = time.monotonic()
-        self._watch = ThreadWatch(self._thread, lambda: self._turned, config.timers.hang, watch.on_lost)
+        self._last_step = time.monotonic()
+        self._watch = ThreadWatch(self._thread, lambda: self._last_step, config.timers.hang, watch.on_lost)
 
     def start(self) -> None:
         self._thread.start()
@@ -135,9 +135,9 @@ class HandoffAgent(Agent):
     def post(self, key: AttemptKey, event: LegEvent) -> None:
         match event:
             case PrefillLeg(ticket):
-                self._need(ticket.prefill_engine, ticket.prefill_incarnation)
+                self._check_engine(ticket.prefill_engine, ticket.prefill_incarnation)
             case DecodeLeg(ticket) | DecodePages(ticket):
-                self._need(ticket.decode_engine, ticket.decode_incarnation)
+                self._check_engine(ticket.decode_engine, ticket.decode_incarnation)
         if isinstance(event, DecodePages):
             n = event.prompt_len
             if beyond := [group for group, tokens in event.wanted.items() if tokens.stop > n]:
@@ -145,15 +145,15 @@ class HandoffAgent(Agent):
         # For a leg of P the thread has nothing to do before D mentions the transfer, and waking it costs the engine up
         # to 0.4 ms before its forward.
         self._call(
-            lambda: self._node.post(key, event),
-            lambda: not isinstance(event, PrefillLeg | ev.PagesGiven) or self._node.knows(key),
+            lambda: self._handoffs.post(key, event),
+            lambda: not isinstance(event, PrefillLeg | ev.PagesGiven) or self._handoffs.knows(key),
         )
 
     def stats(self) -> AgentStats:
         channel = self._channel
-        return replace(self._node.stats(), frames=channel.frames, refused=channel.refused, evicted=channel.evicted)
+        return replace(self._handoffs.stats(), frames=channel.frames, refused=channel.refused, evicted=channel.evicted)
 
-    def _need(self, engine_id: str, incarnation: str) -> None:
+    def _check_engine(self, engine_id: str, incarnation: str) -> None:
         if (engine_id, incarnation) != (self.config.engine_id, self.config.incarnation):
             raise ProtocolError("the ticket names another engine")
 
@@ -171,29 +171,29 @@ class HandoffAgent(Agent):
         while not self._closing:
             self._step()
         self._step()  # calls from before the close
-        self._node.abort_all()
+        self._handoffs.abort_all()
         until = time.monotonic() + self.config.timers.close
-        while len(self._node.operations) and time.monotonic() < until:
+        while len(self._handoffs.operations) and time.monotonic() < until:
             self._step()
-        quiet = len(self._node.operations) == 0
-        self._node.sessions.say_bye("engine_closed", quiet)
+        quiet = len(self._handoffs.operations) == 0
+        self._handoffs.sessions.say_bye("engine_closed", quiet)
         self._worker.close()
         self._channel.close(Bye("engine_closed", quiet))
 
     def _step(self) -> None:
         """No error ends the thread or skips the other handlers."""
-        self._turned = time.monotonic()
+        self._last_step = time.monotonic()
         wait = self.config.timers.retry_min
         with _logged():
-            wait = self._node.on_time()
+            wait = self._handoffs.on_time()
         if self._closing:
             wait = min(wait, _CLOSING_WAIT_S)
         with _logged():
             for connection, message in self._channel.receive(wait):
-                self._node.on_message(connection, message)
+                self._handoffs.on_message(connection, message)
         self._drain_calls()
         with _logged():
-            self._node.poll()
+            self._handoffs.poll()
 
     def _drain_calls(self) -> None:
         self._woken = False  # before draining, so that a later call wakes again

@@ -14,19 +14,19 @@ log = logging.getLogger(__name__)
 class ThreadWatch:
     """Calls `on_lost` once, with the cause, if `thread` has ended or has not completed a loop for `limit_s` seconds.
 
-    `turned`: the time of its last loop, by `clock`. If the whole process was asleep, the limit restarts. `on_lost` is
+    `last_step`: when its last loop began, by `clock`. If the whole process was asleep, the limit restarts. `on_lost` is
     called on a thread of the watch, and must not wait for `thread`.
     """
 
     def __init__(
         self,
         thread: threading.Thread,
-        turned: Callable[[], float],
+        last_step: Callable[[], float],
         limit_s: float,
         on_lost: Callable[[str], None],
         clock: Clock | None = None,
     ) -> None:
-        self._watched, self._turned, self._limit_s, self._on_lost = thread, turned, limit_s, on_lost
+        self._watched, self._last_step, self._limit_s, self._on_lost = thread, last_step, limit_s, on_lost
         self._clock = clock or SystemClock()
         self._every_s = limit_s / 8
         self._looked = self._since = self._clock.monotonic()
@@ -51,7 +51,7 @@ class ThreadWatch:
             self._since = now
         if not self._watched.is_alive():
             return "its thread has ended"
-        idle = now - max(self._since, self._turned())
+        idle = now - max(self._since, self._last_step())
         return f"its thread has done nothing for {idle:.0f} s" if idle > self._limit_s else None
 
     def _run(self) -> None:

@@ -10,6 +10,7 @@ Every wanted destination byte is written exactly once, and no other byte, up to 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -81,43 +82,60 @@ def _pages(table: Int64Array, index: slice | Int64Array, geometry: Geometry, sid
     return used
 
 
+@dataclass(frozen=True, slots=True)
+class _Cuts:
+    """An interval, cut into token ranges within one page on both sides. `source_index` and `dest_index`: entries of the
+    block tables."""
+
+    source_index: slice | Int64Array
+    dest_index: slice | Int64Array
+    source_token: Int64Array
+    dest_token: Int64Array
+    length: Int64Array
+
+
+def _equal_pages(tokens: Interval, size: int) -> _Cuts:
+    """The usual case, with few temporary arrays: page faults cost more than arithmetic."""
+    first, last = tokens.start // size, (tokens.stop - 1) // size
+    length = np.full(last + 1 - first, size, dtype=np.int64)
+    token = np.zeros(last + 1 - first, dtype=np.int64)
+    token[0] = tokens.start - first * size
+    length[-1] -= (last + 1) * size - tokens.stop
+    length[0] -= token[0]
+    index = slice(first, last + 1)
+    return _Cuts(index, index, token, token, length)
+
+
+def _unequal_pages(tokens: Interval, source_size: int, dest_size: int) -> _Cuts:
+    cuts = np.arange(tokens.start // source_size + 1, -(-tokens.stop // source_size), dtype=np.int64) * source_size
+    first, last = tokens.start // dest_size, (tokens.stop - 1) // dest_size
+    starts = np.arange(first, last + 1, dtype=np.int64) * dest_size
+    starts[0] = tokens.start
+    starts = np.unique(np.concatenate((starts, cuts)))
+    length = np.diff(starts, append=tokens.stop)
+    return _Cuts(starts // source_size, starts // dest_size, starts % source_size, starts % dest_size, length)
+
+
 def _segments(
     tokens: Interval, have: Geometry, to: Geometry, source_pages: ArrayLike, dest_pages: ArrayLike
 ) -> TokenSegments:
-    first, last = tokens.start // to.page_size, (tokens.stop - 1) // to.page_size
     source_table = _table(source_pages, (tokens.stop - 1) // have.page_size, have, "source")
-    dest_table = _table(dest_pages, last, to, "destination")
-    source_index: slice | Int64Array
-    dest_index: slice | Int64Array
-    if have.page_size == to.page_size:
-        # The usual case, with few temporary arrays: page faults cost more than arithmetic.
-        source_index = dest_index = slice(first, last + 1)
-        length = np.full(last + 1 - first, to.page_size, dtype=np.int64)
-        dest_token = np.zeros(last + 1 - first, dtype=np.int64)
-        dest_token[0] = tokens.start - first * to.page_size
-        length[-1] -= (last + 1) * to.page_size - tokens.stop
-        length[0] -= dest_token[0]
-        source_token = dest_token
-    else:
-        size = have.page_size
-        cuts = np.arange(tokens.start // size + 1, -(-tokens.stop // size), dtype=np.int64) * size
-        starts = np.arange(first, last + 1, dtype=np.int64) * to.page_size
-        starts[0] = tokens.start
-        starts = np.unique(np.concatenate((starts, cuts)))
-        length = np.diff(starts, append=tokens.stop)
-        source_index, dest_index = starts // size, starts // to.page_size
-        source_token, dest_token = starts % size, starts % to.page_size
-    source_page = _pages(source_table, source_index, have, "source")
-    dest_page = _pages(dest_table, dest_index, to, "destination")
-    key = dest_page if have.page_size == to.page_size else dest_page * to.page_size + dest_token
+    dest_table = _table(dest_pages, (tokens.stop - 1) // to.page_size, to, "destination")
+    equal = have.page_size == to.page_size
+    cuts = _equal_pages(tokens, to.page_size) if equal else _unequal_pages(tokens, have.page_size, to.page_size)
+    source_page = _pages(source_table, cuts.source_index, have, "source")
+    dest_page = _pages(dest_table, cuts.dest_index, to, "destination")
+    key = dest_page if equal else dest_page * to.page_size + cuts.dest_token
     if bool(np.all(key[1:] > key[:-1])):
-        return TokenSegments(source_page, source_token, dest_page, dest_token, length)
+        return TokenSegments(source_page, cuts.source_token, dest_page, cuts.dest_token, cuts.length)
     # Keys are unique: the default sort is deterministic, and several times faster than a stable one.
     order = np.argsort(key)
-    out = TokenSegments(source_page[order], source_token[order], dest_page[order], dest_token[order], length[order])
+    columns = (source_page, cuts.source_token, dest_page, cuts.dest_token, cuts.length)
+    out = TokenSegments(*(column[order] for column in columns))
     twice = out.dest_page[1:] == out.dest_page[:-1]
-    if not isinstance(dest_index, slice):
-        twice &= dest_index[order][1:] != dest_index[order][:-1]
+    if not isinstance(cuts.dest_index, slice):
+        entry = cuts.dest_index[order]
+        twice &= entry[1:] != entry[:-1]
     if bool(twice.any()):
         raise ProtocolError(f"group {to.group!r}: a destination page is named twice")
     return out
