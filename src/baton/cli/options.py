@@ -158,6 +158,12 @@ class ListenOptions:
             port = alone.getsockname()[1]
         return [bind(self.host, port, shared=True) for _ in range(num)]
 
+    def check_role(self, role: Role) -> None:
+        """Raises `ConfigError` for a chat template of an engine whose prompts come from a router."""
+        for name, default in (("chat_template", None), ("chat_template_content_format", "auto")):
+            if getattr(self, name) != default and role != "both":
+                raise ConfigError(name, f"is not for role {role}: the router makes prompts of chats")
+
     def template(self) -> dict[str, Any]:
         """As fields of `RouterConfig`. Raises the errors of `read_template_option`."""
         text = None if self.chat_template is None else read_template_option(self.chat_template)

@@ -33,7 +33,7 @@ from baton.cli.supervision import DEFAULT_MAX_RESTARTS, Supervisor
 from baton.deployment import Deployment, Reporter
 from baton.engine.config import EngineConfig, SpeculativeConfig
 from baton.engine.memory.sizes import check_sizes
-from baton.errors import ConfigError, EngineUnavailableError
+from baton.errors import EngineUnavailableError
 from baton.imports import without_gc
 from baton.router.config.router_settings import RoutingSettings
 from baton.wire import Role
@@ -61,9 +61,7 @@ def serve_command(
     """Serve one engine with the OpenAI API."""
     began = time.monotonic()
     with Reporter(process.ready_fd, log_lines) as reporter:
-        for name, default in (("chat_template", None), ("chat_template_content_format", "auto")):
-            if getattr(listen, name) != default and role != "both":
-                raise ConfigError(name, f"is not for role {role}: the router makes prompts of chats")
+        listen.check_role(role)
         access, parsing, template = listen.access(), listen.parsing(), listen.template()
         if options.data_parallel_size > 1 and process.data_parallel_rank is None:
             return _serve_ranks(options, listen, process, model, role, engine_id, reporter)
