@@ -15,7 +15,7 @@ _HASH_MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class RecordedGroup:
-    """A group. `kind`: vLLM's name. `block_size`: in tokens."""
+    """A KV cache group as events describe it. `kind`: vLLM's name. `block_size`: in tokens."""
 
     index: int
     kind: str

@@ -41,7 +41,7 @@ class DraftPass:
 
 @dataclass(frozen=True, slots=True)
 class DraftHead:
-    """The parts around a head's layers. `feeds_normed`: the next pass continues from the norm's output."""
+    """A draft head without its layers. `feeds_normed`: the next pass continues from the norm's output."""
 
     embedding: Tensor
     fc: Linear | None

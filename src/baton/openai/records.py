@@ -144,6 +144,7 @@ async def report_throughput(metrics: FrontMetrics, more: Callable[[], str], ever
 
 
 async def throughput_reports(metrics: FrontMetrics, more: Callable[[], str]) -> AsyncIterator[None]:
+    """Logs throughput in this context."""
     task = asyncio.create_task(report_throughput(metrics, more))
     yield
     task.cancel()

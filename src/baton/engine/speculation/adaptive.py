@@ -197,6 +197,6 @@ def _parts(rows: Sequence[tuple[int, int]]) -> tuple[float, ...]:
 
 
 def draft_parts(num_rows: int, counts: Sequence[int]) -> tuple[float, ...]:
-    """`counts`: drafts per request."""
+    """Factors of a drafter run's cost, for `LinearCost`. `counts`: drafts per request."""
     passes = max(counts, default=0)
     return 1.0, num_rows, float(passes > 0), passes, sum(counts)

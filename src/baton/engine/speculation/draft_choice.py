@@ -28,7 +28,10 @@ class RoundCosts:
 
 
 def choose_drafts(survival_RK: FloatArray, most: IntArray, costs: RoundCosts) -> IntArray:
-    """k int64 [R], at most `most`. `survival_RK`: the probability that a draft and all before it are accepted."""
+    """The best number of drafts per request, int64 [R], at most `most`.
+
+    `survival_RK`: the probability that a draft and all before it are accepted.
+    """
     num_requests, deepest = survival_RK.shape
     allowed = np.arange(deepest) < most[:, None]
     if not allowed.any():

@@ -47,6 +47,7 @@ def compare_fingerprints(here: Mapping[str, str], peer: Mapping[str, str]) -> bo
 
 
 def target_groups(instance: Instance) -> set[str]:
+    """All groups but the drafter's."""
     return {group for group in instance.groups if group.partition(".")[0] != _DRAFT_GROUPS}
 
 

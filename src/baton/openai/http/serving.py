@@ -61,6 +61,7 @@ def bind(host: str, port: int, shared: bool = False) -> socket.socket:
 
 
 def url_of(listener: socket.socket, app: web.Application | None = None) -> str:
+    """The URL at which a listener is served."""
     scheme = "http" if app is None or app.get(TLS) is None else "https"
     host, port = listener.getsockname()[:2]
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
