@@ -116,9 +116,12 @@ async def connected_client(
 
 
 class OpenAIClient:
-    """All methods raise the errors of `convert_errors` (`EngineLostError` also if a response ends early),
+    """A server's API.
+
+    All methods raise the errors of `convert_errors` (`EngineLostError` also if a response ends early),
     `OverloadedError` for HTTP status 429, `EngineUnavailableError` for any other but 200 (redirects are not followed),
-    and `ProtocolError` for a response that is too large."""
+    and `ProtocolError` for a response that is too large.
+    """
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self._session = session

@@ -37,7 +37,7 @@ def parse_size(text: str, field: str = "kv_cache_memory") -> int:
 
 
 def json_object(name: str, value: str | dict[str, Any] | None) -> dict[str, Any] | None:
-    """Raises `ConfigError` naming the setting."""
+    """A setting's JSON object. Raises `ConfigError` naming the setting."""
     if value is None:
         return None
     if isinstance(value, str):

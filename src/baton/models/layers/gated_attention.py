@@ -15,7 +15,10 @@ from baton.models.layers.row_linear import RowLinear
 
 
 class GatedAttention(nn.Module):
-    """[T, E] -> [T, E]. `q_proj` makes each head's query, then its gate. Queries and keys are normed."""
+    """Attention with a gate for each head, [T, E] -> [T, E].
+
+    `q_proj` makes each head's query, then its gate. Queries and keys are normed.
+    """
 
     def __init__(self, config: ModelConfig, layer_id: int, build: Build) -> None:
         super().__init__()
