@@ -13,7 +13,7 @@ import torch
 from baton.drafters.base import DraftBatch
 from baton.drafters.eagle3 import Eagle3
 from baton.drafters.head import HeadDrafter
-from baton.engine.sampling.sampler import DraftSampler
+from baton.engine.sampling.draft_sampler import DraftSampler
 from baton.engine.step_plans import Noise
 from baton.models.base import Embedding
 from baton.models.layers.linear import Linear

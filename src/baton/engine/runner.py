@@ -19,7 +19,7 @@ from baton.engine.attention.paged_cache import LayerMap, PagedCache, layer_map
 from baton.engine.attention.scan import StateBatch
 from baton.engine.memory.draft_states import DraftStates
 from baton.engine.memory.group_memory import GroupMemory
-from baton.engine.sampling.sampler import DraftSampler
+from baton.engine.sampling.draft_sampler import DraftSampler
 from baton.engine.step_plans import NOT_FINITE, DraftPlan, DraftResult, Int32Array, IntArray, PlanSpec, Rows, Written
 from baton.kv.spec import GroupSpec, Owner
 from baton.models.base import CausalLM

@@ -232,18 +232,22 @@ class PagePool:
             index += 1
         num_tokens = min(index * size, max_tokens)
         if self.enable_caching and num_tokens == index * size and num_tokens < max_tokens:
-            rest = tuple(tokens[num_tokens : num_tokens + size + self.reach])
-            best, best_len = 0, 0
-            siblings = self._children.get(parent, [])
-            place = bisect_left(siblings, (rest, 0))
-            for identity, page in siblings[max(0, place - 1) : place + 1]:
-                matched = _common_prefix(identity, rest) - self.reach
-                if matched > best_len:
-                    best, best_len = page, matched
-            if best_len > 0:
-                pages.append(best)
-                num_tokens = min(num_tokens + best_len, max_tokens)
+            page, matched = self._partial_page(parent, tuple(tokens[num_tokens : num_tokens + size + self.reach]))
+            if matched > 0:
+                pages.append(page)
+                num_tokens = min(num_tokens + matched, max_tokens)
         return PrefixHit(pages, num_tokens)
+
+    def _partial_page(self, parent: bytes, rest: tuple[int, ...]) -> tuple[int, int]:
+        """Of the pages after `parent`, the one with the most leading entries of `rest`, and their number."""
+        best, best_len = 0, 0
+        siblings = self._children.get(parent, [])
+        place = bisect_left(siblings, (rest, 0))
+        for identity, page in siblings[max(0, place - 1) : place + 1]:
+            matched = _common_prefix(identity, rest) - self.reach
+            if matched > best_len:
+                best, best_len = page, matched
+        return best, best_len
 
     def extend(self, tokens: Sequence[int], num_pages: int, chain: Chain) -> int:
         """Extend the digests to the first `num_pages` pages. Returns the number of known digests; fewer if tokens are

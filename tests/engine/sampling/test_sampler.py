@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engine.sampling import sampler
+from baton.engine.sampling import draft_sampler, sampler
+from baton.engine.sampling.draft_sampler import DraftSampler
 from baton.engine.sampling.logprobs import token_logprobs
 from baton.engine.sampling.noise import gumbel, gumbel_rows, uniform
-from baton.engine.sampling.sampler import DraftSampler, choose_tokens
+from baton.engine.sampling.sampler import choose_tokens
 from baton.engine.sampling.sampling_state import SamplingRows, SamplingState, noise_of, sampling_of
 from baton.engine.sampling.verifier import Verified, rejection_choice, verify
 from baton.engine.step_plans import Sampling
@@ -197,7 +198,7 @@ def test_a_batch_is_sampled_as_its_requests_one_by_one(
     rejection: bool, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens, acceptance and every bit of the scores, with any neighbours and any number of blocks."""
-    monkeypatch.setattr(sampler, "_BLOCK", block)
+    monkeypatch.setattr(sampler, "BLOCK_SIZE", block)
     vocab_size, num_accepted = 301, 0
     for seed in range(12):
         random = np.random.default_rng(seed)
@@ -243,7 +244,7 @@ def test_drafts_are_picked_as_the_target_would(
     mapped: bool, block: int, temperatures: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By definition: argmax of logits over temperature plus the noise of the target's ids."""
-    monkeypatch.setattr(sampler, "_BLOCK", block)
+    monkeypatch.setattr(draft_sampler, "BLOCK_SIZE", block)
     vocab_size = 301
     random = np.random.default_rng(3)
     target_ids = np.sort(random.permutation(vocab_size)[:100]) if mapped else np.arange(vocab_size)
