@@ -147,7 +147,7 @@ class Rank:
         runner = self.node
         idle = not self.channel.unread and not self.calls and not len(runner.operations)
         silent = runner.sessions.expired(self.clock.monotonic())
-        wait = runner.on_time()
+        wait = runner.run_timers()
         check_innocence(self, silent)
         for connection, message in self.channel.receive(0.0):
             self._works()

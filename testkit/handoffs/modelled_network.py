@@ -143,7 +143,7 @@ class Node:
         world.nodes[self.address] = self
 
     def step(self) -> None:
-        self.node.on_time()
+        self.node.run_timers()
         for connection, message in self.channel.receive():
             self.node.on_message(connection, message)
         while len(self.node.operations) and not isinstance(self.transport, StuckTransport):

@@ -87,9 +87,9 @@ class EngineCore:
         mailbox = self.mailbox
         mailbox.begin_turn()
         self.drain()
-        goes_on = self.peers.turn(self.step, mailbox.stopping)
+        again = self.peers.turn(self.step, mailbox.stopping)
         mailbox.end_turn()
-        if not goes_on:
+        if not again:
             # Requests that wait for pages have time limits.
             mailbox.sleep(self.peers.may_sleep, 0.5 if self.scheduler.has_work else None)
 

@@ -262,8 +262,8 @@ class Scheduler:
 
     def start_receive(self, request: Request, sent_groups: Container[str] | None = None) -> Destination | None:
         """As `KVCache.attach_destination`. None: no room yet."""
-        behind = bool(self.waiting) and self.waiting[0].queue_key < request.queue_key
-        if self._num_active >= self.max_num_seqs or behind:
+        is_behind = bool(self.waiting) and self.waiting[0].queue_key < request.queue_key
+        if self._num_active >= self.max_num_seqs or is_behind:
             return None
         destination = self.cache.attach_destination(request.kv, request.token_ids, request.prefill_len, sent_groups)
         if destination is not None:

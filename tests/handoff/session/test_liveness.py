@@ -330,7 +330,7 @@ def test_an_attempt_without_a_session_does_not_spin(world: World) -> None:
     for node in (p, d):
         waits = []
         for _ in range(5):
-            waits.append(node.node.on_time())
+            waits.append(node.node.run_timers())
             world.clock.now += waits[-1]
         assert min(waits[1:]) >= TIMERS.retry_min / 2
 

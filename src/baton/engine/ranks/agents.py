@@ -48,7 +48,7 @@ def make_agents(
         digester = None if identity.integrity == "off" else make_digester(here.here, regions)
         config = replace(identity, bind=own_bind(identity.bind, rank))
         descriptor = transport.register(regions)
-        heard, met = instance.on_event, instance.on_peer
-        agents.append(HandoffAgent(config, here, transport, descriptor, heard, digester, met, watch))
+        on_event, on_peer = instance.on_event, instance.on_peer
+        agents.append(HandoffAgent(config, here, transport, descriptor, on_event, digester, on_peer, watch))
     instance.bind(agents)
     return agents, instance

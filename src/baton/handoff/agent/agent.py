@@ -185,7 +185,7 @@ class HandoffAgent(Agent):
         self._last_step = time.monotonic()
         wait = self.config.timers.retry_min
         with _logged():
-            wait = self._handoffs.on_time()
+            wait = self._handoffs.run_timers()
         if self._closing:
             wait = min(wait, _CLOSING_WAIT_S)
         with _logged():

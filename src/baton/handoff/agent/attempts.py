@@ -30,7 +30,7 @@ class _Attempt:
     peers: list[Peer] = field(default_factory=list)
     # The peer of the session in which the other side last asked for copies: it may have closed the others.
     open: Peer | None = None
-    far: Instance | None = None
+    peer_instance: Instance | None = None
     next_tick: float = 0.0  # when to repeat the last message
     gap: float = 0.0  # the interval after that
     copied: tuple[float, float] | None = None  # when the first and last copy ended
@@ -41,7 +41,7 @@ class _Attempt:
     def on_hello(self, session: Session) -> None:
         if session.hello is not None and session.peer is not None and session.peer not in self.peers:
             self.peers.append(session.peer)
-            self.far = session.hello.instance
+            self.peer_instance = session.hello.instance
 
     def on_request(self, session: Session) -> None:
         """The other side has asked for copies in this session."""

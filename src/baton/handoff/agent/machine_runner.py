@@ -182,7 +182,7 @@ class MachineRunner:
             self.feed(attempt, ev.Fault("message_too_large", str(error)))
 
     def _start_copy(self, attempt: Attempt, copy: ev.StartCopy) -> None:
-        if attempt.open is None or attempt.far is None:
+        if attempt.open is None or attempt.peer_instance is None:
             self.feed(attempt, ev.CopyEnded(copy.copy_id, ok=False, message="no session with the peer"))
             return
         push = isinstance(attempt, PrefillAttempt)
@@ -195,9 +195,9 @@ class MachineRunner:
 
     def _ends(self, attempt: Attempt) -> tuple[Instance, Instance]:
         """Source and destination. Requires the peer's HELLO."""
-        assert attempt.far is not None
+        assert attempt.peer_instance is not None
         prefills = isinstance(attempt, PrefillAttempt)
-        return (self.instance, attempt.far) if prefills else (attempt.far, self.instance)
+        return (self.instance, attempt.peer_instance) if prefills else (attempt.peer_instance, self.instance)
 
     @staticmethod
     def _share(source: Instance, dest: Instance, group: str) -> Sequence[Cell]:

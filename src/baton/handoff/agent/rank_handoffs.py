@@ -124,7 +124,7 @@ class RankHandoffs(Agent):
 
     # ------------------------------------------------------------ time
 
-    def on_time(self) -> float:
+    def run_timers(self) -> float:
         """Do due work. Returns the seconds until the next call."""
         now, timers = self.clock.monotonic(), self.config.timers
         if self._last_time is not None and now - self._last_time > timers.lease / 2:

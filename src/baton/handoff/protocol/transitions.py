@@ -14,11 +14,11 @@ from baton.errors import UndefinedTransitionError
 from baton.handoff.protocol.phases import DecodePhase, EnginePhase, PeerPhase, PrefillPhase
 
 PhaseT = TypeVar("PhaseT", bound=Enum)
-# An input, or a step and the phase after it.
-Told = tuple[str, Enum | None]
+# An input and None, or a step and the phase after it.
+StoryEntry = tuple[str, Enum | None]
 
 
-def format_events(events: Iterable[Told]) -> list[str]:
+def format_events(events: Iterable[StoryEntry]) -> list[str]:
     return [what if phase is None else f"{what} -> {phase.value}" for what, phase in events]
 
 
@@ -33,7 +33,7 @@ class Table(Generic[PhaseT]):
         self._after = {event: dict(row) for event, row in steps.items()}
         self._after.update({event: {phase: phase for phase in phases} for event, phases in inputs.items()})
 
-    def after(self, phase: PhaseT, event: str, events: Iterable[Told] = ()) -> PhaseT:
+    def after(self, phase: PhaseT, event: str, events: Iterable[StoryEntry] = ()) -> PhaseT:
         """`events`: the last ones, for the error. Raises `UndefinedTransitionError` if `event` cannot happen in
         `phase`."""
         try:
