@@ -255,24 +255,33 @@ class InstanceAgent(Agent):
         for action in actions:
             if isinstance(action, EndPair):
                 self._to(action.pair, leg, GiveUp(action.reason, action.message))
-                continue
-            if isinstance(action, ev.DecodeFailed):
-                if leg.ended:
-                    continue  # the engine itself gave up: another rank told P, and P told this one
-                leg.ended = action.reason
-            elif isinstance(action, ev.PrefillReleased | ev.DecodeCommitted | ev.DecodeFinished | ev.DecodeReleased):
-                del self._legs[key]
-                if isinstance(action, ev.PrefillReleased) and action.outcome != "finished":
-                    leg.ended = leg.ended or action.outcome
-                for what in (ev.Declared, ev.LayersWritten):  # its pages are free, and another request may have them
-                    leg.events.pop(what, None)
-                self._ended[key] = leg if leg.side == P and gather is None else None
-                if len(self._ended) > MAX_ENDED:
-                    del self._ended[next(iter(self._ended))]
-                reported, leg.end_reported = leg.end_reported, True
-                if reported:
-                    continue
-            self._undelivered.append(action)
+            elif self._note_for_engine(leg, action):
+                self._undelivered.append(action)
+
+    def _note_for_engine(self, leg: _Leg, event: ev.HandoffEvent) -> bool:
+        """Record an event of the whole leg. Returns whether the engine is to get it."""
+        match event:
+            case ev.DecodeFailed():
+                # Otherwise the engine itself gave up: another rank told P, and P told this one.
+                is_first, leg.ended = not leg.ended, leg.ended or event.reason
+                return is_first
+            case ev.PrefillReleased() | ev.DecodeCommitted() | ev.DecodeFinished() | ev.DecodeReleased():
+                return self._end_leg(leg, event)
+            case _:
+                return True
+
+    def _end_leg(self, leg: _Leg, event: ev.HandoffEvent) -> bool:
+        key = leg.ticket.key
+        del self._legs[key]
+        if isinstance(event, ev.PrefillReleased) and event.outcome != "finished":
+            leg.ended = leg.ended or event.outcome
+        for what in (ev.Declared, ev.LayersWritten):  # its pages are free, and another request may have them
+            leg.events.pop(what, None)
+        self._ended[key] = leg if leg.side == P and leg.gather is None else None
+        if len(self._ended) > MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
+        reported, leg.end_reported = leg.end_reported, True
+        return not reported
 
 
 def _part(found: dict[str, T], groups: frozenset[str] | None) -> dict[str, T]:
