@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from baton.engine.chunks import seed_chunk
 from baton.engine.legs.handoff_legs import HandoffLegs
 from baton.engine.legs.leg import Effect, PagesReleased, PrefixArrived, RequestFailed, SeedsArrived
 from baton.engine.mailbox import Mailbox
@@ -216,7 +217,8 @@ class EngineCore:
                     self.finish(request, "error", effect.error, effect.recoverable)
                 case PrefixArrived():
                     self._end(request, "length")
-                    found = {"num_cached_tokens": effect.num_tokens, "queued_s": self._step_s - request.times.step_s_before}
+                    queued_s = self._step_s - request.times.step_s_before
+                    found = {"num_cached_tokens": effect.num_tokens, "queued_s": queued_s}
                     self._tell(request, True, finish_reason="length", **found)
                 case SeedsArrived():
                     (self._finished_elsewhere if effect.finished else self._committed)(request, effect.seeds)
@@ -303,7 +305,7 @@ class EngineCore:
         """Start to decode a received request. Its first step verifies the received drafts."""
         request.num_computed = request.prefill_len
         if request.num_output == 0:
-            self._emit_seed(request, seeds, None, None)
+            self.emit(seed_chunk(request, seeds, None, None, self.clock), False)
             request.token_ids.append(seeds.first_token)
             request.sampler.advance([seeds.first_token])
         self._seed_drafter(request, seeds)
@@ -335,19 +337,4 @@ class EngineCore:
         )
         assert reason is not None
         self._end(request, reason)
-        self._emit_seed(request, seeds, reason, stop_reason)
-
-    def _emit_seed(self, request: Request, seeds: Seeds, reason: FinishReason | None, stop_reason: int | None) -> None:
-        """Send the first token from D too: P may have died before its client received it."""
-        logprobs = [seeds.first_logprobs] if seeds.first_logprobs is not None else None
-        chunk = TokenChunk(
-            request_id=request.request_id,
-            token_ids=[seeds.first_token],
-            position=0,
-            logprobs=logprobs,
-            finish_reason=reason,
-            stop_reason=stop_reason,
-            num_cached_tokens=request.num_cached,
-            timings=request.times.leg_timings(self.clock.monotonic()) if request.times.wanted else None,
-        )
-        self.emit(chunk, reason is not None)
+        self.emit(seed_chunk(request, seeds, reason, stop_reason, self.clock), True)

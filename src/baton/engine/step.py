@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.clock import Clock
+from baton.engine.chunks import step_chunk
 from baton.engine.legs.handoff_legs import HandoffLegs
 from baton.engine.metrics import EngineMetrics
 from baton.engine.planning import DraftRows, FeatureRows, SampledRequest, allowed_tokens, draft_plan, step_plan
@@ -199,20 +200,8 @@ class StepRunner:
         self._measure_tokens(request, num_drafts, verified.num_accepted, len(kept))
         if position == 0:
             self._measure_prompt(request)
-        chunk = TokenChunk(
-            request_id=request.request_id,
-            token_ids=kept,
-            position=position,
-            logprobs=logprobs,
-            accepted=[min(verified.num_accepted, len(kept))] if num_drafts else [],
-            drafted=[num_drafts] if num_drafts else [],
-            finish_reason=reason,
-            stop_reason=stop_reason,
-            num_cached_tokens=request.num_cached,
-            queued_s=request.times.queued_s if position == 0 else None,
-            timings=request.times.leg_timings(self.clock.monotonic()) if request.times.wanted else None,
-            prompt_logprobs=(request.prompt_logprobs or None) if position == 0 else None,
-        )
+        drafts = (num_drafts, verified.num_accepted) if num_drafts else ()
+        chunk = step_chunk(request, kept, logprobs, drafts, stop_reason, self.clock)
         # A prefill leg's stream stays open until its pages are free: only an open one shows that the client left.
         self.emit(chunk, reason is not None)
 
