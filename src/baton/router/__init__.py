@@ -19,7 +19,7 @@ __all__ = ["EnginePool", "PooledEngine", "RouterBackend", "RouterConfig", "build
 _MODULES = {
     "EnginePool": "pool",
     "PooledEngine": "pooled_engine",
-    "RouterBackend": "backend",
+    "RouterBackend": "router_backend",
     "RouterConfig": "config.router_config",
     "build_app": "app",
 }
