@@ -18,8 +18,8 @@ def start_reporting(
 ) -> tuple[subprocess.Popen[bytes], int]:
     """Start a command of `baton` with `--ready-fd`. Returns the process, and the pipe to read reports from.
 
-    The process is a session of its own, so Ctrl-C reaches only this process, which ends its children in order.
-    `output`: for stdout and stderr.
+    The process has its own session, so Ctrl-C reaches only this process, which ends its children in order. `output`:
+    for stdout and stderr.
     """
     read, write = os.pipe()
     try:
@@ -48,7 +48,6 @@ class LineProcess:
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True)
 
     def say(self, line: str) -> None:
-        """Raises `BrokenPipeError` if the process has ended."""
         stdin = self.process.stdin
         assert stdin is not None
         stdin.write(line + "\n")

@@ -1,4 +1,4 @@
-"""May engines hand over to each other, and may one continue the other's stream?"""
+"""Compares engines' facts: may they hand over to each other, and may one continue the other's stream?"""
 
 from __future__ import annotations
 

@@ -33,8 +33,7 @@ def check_own(path: Path, field: str, closed: int = OTHERS_WRITE) -> os.stat_res
 
 
 def own_directory(path: Path, field: str) -> Path:
-    """A new directory is for this user only. Raises the errors of `check_own`, and `OSError` if it cannot be
-    created."""
+    """A new directory is for this user only. Raises the errors of `check_own`, and `OSError`."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_own(path, field)
     return path
@@ -43,7 +42,7 @@ def own_directory(path: Path, field: str) -> Path:
 def own_secret(path: Path, field: str, make: Callable[[], bytes]) -> bytes:
     """A file that only its owner may read. A missing one is created with the result of `make`.
 
-    Raises `ConfigError` for `field`: as `check_own`, and if the file cannot be created or read.
+    Raises `ConfigError` for `field`.
     """
     try:
         return _own_secret(path, field, make)
@@ -80,11 +79,10 @@ class RunDirectory:
         fresh = self.path / f"{_LOCK}.new"
         self._lock = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        # So that nobody can find it unlocked.
+        # Renamed once locked, so nobody can find it unlocked.
         fresh.rename(self.path / _LOCK)
 
     def close(self) -> None:
-        """Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)

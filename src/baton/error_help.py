@@ -16,7 +16,7 @@ class ErrorHelp:
     cure: str
 
 
-# Subclasses have codes of their own; a `HandoffError` has its reason.
+# Subclasses have their own codes; a `HandoffError` has its reason.
 CODE_BY_ERROR: dict[type[errors.BatonError], str] = {
     errors.BatonError: "engine_error",
     errors.ConfigError: "config",
@@ -63,7 +63,6 @@ def _handoff(cause: str, cure: str) -> ErrorHelp:
 
 
 HELP: dict[str, ErrorHelp] = {
-    # Requests.
     "invalid_request": ErrorHelp("400", "a field of the request is wrong; `param` names it", "correct the field"),
     "malformed_http": ErrorHelp("400", "the bytes are not HTTP/1.1", "check the client and proxies between"),
     "capacity": ErrorHelp(
@@ -87,7 +86,6 @@ HELP: dict[str, ErrorHelp] = {
     ),
     "overloaded": ErrorHelp("429", "too many requests wait", "try again after `Retry-After`; add engines"),
     "too_many_dashboards": ErrorHelp("503", "too many dashboards are open", "close some pages"),
-    # Servers.
     "engine_unavailable": ErrorHelp("503", "no engine can take the request now", "look at `problem` in `/status`"),
     "engine_stalled": ErrorHelp("503", "an engine's step does not end", "kill its process; `baton up` starts it again"),
     "draining": ErrorHelp("503", "the server is about to end", "send the request to another server, or later"),
@@ -100,7 +98,6 @@ HELP: dict[str, ErrorHelp] = {
     ),
     "engine_error": ErrorHelp("500", "an engine failed in a way with no name", "read the engine's log; report it"),
     "internal_error": ErrorHelp("500", "a defect in the server", "read its log; report it"),
-    # Starting.
     "config": ErrorHelp(_START, "a setting is unknown or out of range; the line names it", "correct the setting"),
     "checkpoint": ErrorHelp(_START, "a checkpoint's file is missing, cut off or of another model", "fetch it again"),
     # Handoffs and legs: reasons in logs, in `baton:router_handoff_failures`, and of a request that did not recover.

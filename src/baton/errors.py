@@ -32,8 +32,7 @@ from collections.abc import Mapping, Sequence
 _MAX_QUOTED = 2000
 
 
-class BatonError(Exception):
-    """The base class of Baton's errors."""
+class BatonError(Exception): ...
 
 
 class ConfigError(BatonError):
@@ -61,7 +60,7 @@ class RequestError(BatonError):
 
 
 class UnknownModelError(RequestError):
-    """The request names a model that is not served (HTTP 404)."""
+    """The request's model is not served (HTTP 404)."""
 
 
 class UnauthorizedError(RequestError):
@@ -85,7 +84,7 @@ class OverloadedError(BatonError):
 
 
 class EngineUnavailableError(BatonError):
-    """No engine can take the request now (HTTP 503). `status`: the HTTP status with which a server refused it."""
+    """No engine can take the request now (HTTP 503). `status`: the HTTP status of a server's refusal."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -117,8 +116,9 @@ class NonFiniteLogitsError(BatonError):
 
 
 class ProtocolError(BatonError):
-    """A message is malformed, oversized, out of bounds or not allowed in this state. `reason` answers a claim that is
-    refused for it."""
+    """A message is malformed, oversized, out of bounds or not allowed in this state. `reason` is sent to the peer as
+    the refusal of its claim.
+    """
 
     reason = "register_refused"
 

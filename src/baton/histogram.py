@@ -26,7 +26,7 @@ class Histogram:
 
     @classmethod
     def sum_of(cls, many: Sequence[Histogram]) -> Histogram:
-        """Add histograms with the same bounds."""
+        """They must have the same bounds."""
         found = cls(many[0]._bounds)
         found._counts = [sum(counts) for counts in zip(*(one._counts for one in many), strict=True)]
         found.total = sum(one.total for one in many)

@@ -96,7 +96,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     structured_outputs: StructuredOutputsParams | None = None
 
     def check(self, vocab_size: int | None = None) -> SamplingParams:
-        """Returns self. Raises `RequestError` with the parameter's name."""
+        """Returns self. Raises `RequestError` naming the parameter."""
         self._check_numbers()
         self._check_texts()
         self._check_tokens(MAX_TOKEN_ID if vocab_size is None else vocab_size - 1)
@@ -108,12 +108,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def _check_numbers(self) -> None:
         need = self._need
-        # Prompt logprobs need no output tokens.
         least = 1 if self.prompt_logprobs is None else 0
         need(least <= self.max_tokens <= MAX_TOKEN_ID, "max_tokens", f"between {least} and {MAX_TOKEN_ID}")
         need(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "between 0 and max_tokens")
         for param, (low, high) in _RANGES.items():
-            # NaN fails this comparison.
+            # NaN fails the comparison.
             need(low <= getattr(self, param) <= high, param, f"between {low:g} and {high:g}")
         need(0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]")
         need(-1 <= self.top_k <= MAX_TOKEN_ID, "top_k", f"-1, 0 (all) or at most {MAX_TOKEN_ID}")

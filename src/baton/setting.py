@@ -1,4 +1,4 @@
-"""Declaration of settings in the annotations of fields, for flags, variables, files, help and documents."""
+"""Declares settings in annotations of fields, for flags, variables, files, help and documents."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def declared_settings(kind: type) -> dict[str, DeclaredSetting]:
 
 
 def check_settings(settings: Any) -> None:
-    """Check by type and rule. Raises `ConfigError` naming the first bad field."""
+    """Check by type and rule. Raises `ConfigError`."""
     for name, one in declared_settings(type(settings)).items():
         value = getattr(settings, name)
         if value is None or dataclasses.is_dataclass(value):

@@ -6,7 +6,7 @@ from urllib.parse import SplitResult, urlsplit
 
 
 def split_http_url(url: str) -> SplitResult | None:
-    """The parts of an `http` or `https` URL. None if it has no host, or a malformed port or IPv6 address."""
+    """None for another scheme, without a host, or with a malformed port or IPv6 address."""
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and parts.hostname is not None and parts.port != 0

@@ -14,13 +14,13 @@ from baton.errors import OverloadedError
 MAX_QUEUED_REQUESTS = 1024
 
 
-# First tokens by which to estimate, and the bounds of the estimate, in seconds.
+# First tokens to estimate from, and the bounds of the estimate, in seconds.
 _LAST = 32
 _MIN_RETRY_S, _MAX_RETRY_S = 1, 60
 
 
 class QueueSpeed:
-    """How fast a queue moves, from the times at which its last requests were served."""
+    """How fast a queue moves, from the times when its last requests were served."""
 
     def __init__(self) -> None:
         self._served: deque[float] = deque(maxlen=_LAST)
@@ -29,7 +29,7 @@ class QueueSpeed:
         self._served.append(now)
 
     def seconds_for(self, num: int, now: float) -> int:
-        """How long `num` requests will take at this speed, 1 to 60 seconds."""
+        """How long `num` requests will take, 1 to 60 seconds."""
         if len(self._served) < 2:
             return _MIN_RETRY_S
         each = (now - self._served[0]) / (len(self._served) - 1)
@@ -45,11 +45,11 @@ class AdmissionLimit:
         self.num_waiting = 0
 
     def retry_after_s(self) -> int:
-        """How long those that wait will take, 1 to 60 seconds."""
+        """How long the waiting requests will take, 1 to 60 seconds."""
         return self._speed.seconds_for(self.num_waiting, self._clock())
 
     def check(self, num: int = 1) -> None:
-        """Raises `OverloadedError` if `num` more exceed the limit. If none waits, any number is allowed."""
+        """Raises `OverloadedError` if `num` more exceed the limit. While none waits, any number may enter."""
         if self._limit is not None and self.num_waiting and self.num_waiting + num > self._limit:
             raise OverloadedError(f"{self.num_waiting} requests wait already; try again later", self.retry_after_s())
 

@@ -12,7 +12,7 @@ from baton.sampling_params import NO_DEFAULTS, SamplingDefaults, SamplingParams,
 MAX_CACHE_SALT_CHARS = 1024
 MAX_WAITED_S = 1e6
 MAX_ADAPTER_CHARS = 1024
-# The objective of requests that name none, so that others overtake them for a while only.
+# The objective of requests without one: others overtake them for this long only.
 UNHURRIED_S = 60.0
 MAX_TICKET_CHARS = 24 * 1024  # holds the control addresses of all ranks
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -30,7 +30,6 @@ RECOVERIES: tuple[Recovery, ...] = get_args(Recovery)
 
 
 def check_salt(salt: object) -> str | None:
-    """Raises `RequestError` for an invalid salt."""
     if salt is None or (isinstance(salt, str) and 1 <= len(salt) <= MAX_CACHE_SALT_CHARS):
         return salt
     raise RequestError(f"cache_salt must be 1 to {MAX_CACHE_SALT_CHARS} characters", "cache_salt")
@@ -42,7 +41,7 @@ def allows_recovery(recovery: Recovery, rung: Recovery) -> bool:
 
 
 class PromptIds(list[int]):
-    """A prompt whose JSON is encoded once for all legs: it must not change after `json`."""
+    """A prompt whose JSON is encoded once for all legs, so it must not change after `json`."""
 
     __slots__ = ("_json",)
 
@@ -114,7 +113,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
 
 class LegTimings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """When an engine did what for a leg, in seconds after the leg's arrival, and the handoff's size.
+    """Times of an engine's work for a leg, in seconds after the leg's arrival, and the handoff's size.
 
     - `started`: its first forward began. `sampled`: the first token came from it. `chunks`: of each forward over the
       prompt, its beginning and how many tokens it computed.
@@ -174,7 +173,7 @@ class EngineIdentity(msgspec.Struct, frozen=True):
     - `incarnation`: new with each start.
     - `control_addresses`: one per rank; empty if the engine takes no handoffs.
     - `fingerprint`: JSON of the facts that must be equal on P and D.
-    - `clock`: its monotonic clock, in seconds, by which tickets expire.
+    - `clock`: its monotonic clock, in seconds: tickets expire by it.
     - `data_parallel_rank`: its rank among the engines started together, or in a server of vLLM or SGLang.
     - `sampling_defaults`: for parameters that the client leaves out, applied by the API layer.
     - `kv_transport`: the `transports.registry.transport_name`; empty: unknown, or no handoffs.
@@ -253,8 +252,8 @@ class VllmIdentity(EngineIdentity, frozen=True, kw_only=True):
     """A vLLM server with `BatonConnector`.
 
     `truncate_prefill`: its prefill legs must come without the tokens that are not handed over. `prefill_multiple`: a
-    handoff moves a multiple of so many tokens. `tile`: tokens that its kernels store as one opaque piece, equal on all
-    peers; 0: unknown. `adapter`: NAME@DIGEST of the LoRA adapter that the request named as its model, and that its
+    handoff moves a multiple of this many tokens. `tile`: tokens that its kernels store as one opaque piece, equal on
+    all peers; 0: unknown. `adapter`: NAME@DIGEST of the LoRA adapter that the request named as its model, and that its
     tickets' digest contains; empty: none, or one that cannot be handed off. `moves_prefixes`: it has a prefix cache
     whose KV can be handed back.
     """

@@ -29,8 +29,8 @@ ROUNDS = 5
 def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
     """(ratio, engine step ms, bare forward ms) of plain greedy decode, context of about 128 tokens.
 
-    The bare forward is the same model on the same rows, pages and attention kernel, with argmax of the logits. Steps of
-    both alternate.
+    The bare forward has the same model, rows, pages and attention kernel, and argmax of the logits. Steps of both
+    alternate.
     """
     with LLM(model, max_num_seqs=batch) as llm:
         core, runner = _decoding(llm, batch)
@@ -38,7 +38,6 @@ def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
         running = list(core.scheduler.running)
 
         def bare() -> Callable[[], None]:
-            """Inputs are prepared outside the timing."""
             positions = [r.num_computed for r in running]
             tables = [r.kv.tables[group.name] for r in running]
             table = np.zeros((batch, max(t.size for t in tables)), dtype=np.int32)
@@ -64,7 +63,7 @@ def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
         step_s, bare_s = [], []
         for _ in range(STEPS):
             forward = bare()
-            # Exclude steps in which the engine allocates pages.
+            # Exclude steps that allocate pages.
             if all(r.num_computed % group.page_size for r in running):
                 started = time.perf_counter()
                 forward()
@@ -77,7 +76,7 @@ def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
 
 
 def _decoding(llm: LLM, batch: int) -> tuple[EngineCore, ModelRunner]:
-    """Returns when the prompts of `batch` requests are computed."""
+    """The prompts of `batch` requests are computed."""
     engine = llm._engine
     core = engine.core
     assert isinstance(core.executor, LocalExecutor)

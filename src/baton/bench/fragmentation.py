@@ -82,8 +82,8 @@ def fragmented_tables(
     """Block tables of `count` pages each, for `tables_wanted` prompts in turn, from a pool of `num_pages`.
 
     "churned": after a `Churn` of as many running requests as fit beside the prompt, at most 8. "full": in random order,
-    from pages of which no two are neighbours. Raises `ConfigError` for another `fragmentation`, `CapacityError` if the
-    pool has less than twice the pages of a table.
+    from pages without neighbours. Raises `ConfigError`, or `CapacityError` for a pool of less than twice a table's
+    pages.
     """
     if fragmentation not in FRAGMENTATIONS:
         raise ConfigError("fragmentation", f"{fragmentation!r} is none of {', '.join(FRAGMENTATIONS)}")

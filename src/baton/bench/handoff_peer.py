@@ -44,7 +44,6 @@ class PrefillPeer:
             raise EngineUnavailableError("the process of the prefill engine has ended") from None
 
     def hear(self) -> Any:
-        """The next line's JSON."""
         line = self._child.hear()
         if not line:
             raise EngineUnavailableError("the process of the prefill engine has ended")

@@ -38,7 +38,7 @@ class RequestOutcome:
 
     @property
     def handoff(self) -> float | None:
-        """The time from the first event with tokens to the second, which in a P/D deployment contains the handoff."""
+        """The time from the first event with tokens to the second; contains the handoff with P/D."""
         return self.itl[0] if self.itl else None
 
     @property
@@ -154,13 +154,12 @@ def _distribution(metric: str, values: Sequence[float], percentiles: Sequence[fl
 
 
 def _meets(outcome: RequestOutcome, goodput_ms: Mapping[str, float]) -> bool:
-    """Answers of one token meet any `tpot`."""
     times = {"ttft": outcome.ttft, "tpot": outcome.tpot or 0.0, "e2el": outcome.latency}
     return all(times[name] * 1e3 <= limit for name, limit in goodput_ms.items())
 
 
 def _peaks(good: Sequence[RequestOutcome]) -> tuple[float, int]:
-    """The most events with tokens, and the most running requests, in one second."""
+    """The most events with tokens, and running requests, in one second."""
     if not good:
         return 0.0, 0
     begin = min(o.start_time for o in good)

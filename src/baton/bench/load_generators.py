@@ -1,4 +1,4 @@
-"""Run another installed load generator with the same settings: `--tool` of `baton bench serve`.
+"""Runs another installed load generator with the same settings: `--tool` of `baton bench serve`.
 
 Commands are those of vLLM 0.32, guidellm 0.8 and aiperf 0.13. A flag without an equivalent is refused.
 """
@@ -61,9 +61,9 @@ _OURS = (
 
 
 def tool_command(tool: LoadTool, settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """The command with which `tool` sends the load of `settings`, which are flags of `baton bench serve` by name.
+    """`tool`'s command for the load of `settings`: flags of `baton bench serve` by name.
 
-    Raises `ConfigError` naming a setting that the tool lacks, or `tool` if it is not installed.
+    Raises `ConfigError` for a setting that the tool lacks, or a missing tool.
     """
     build: dict[LoadTool, Callable[[Mapping[str, Any], Mapping[str, Any]], list[str]]] = {
         "vllm": _vllm,

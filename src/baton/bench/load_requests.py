@@ -67,7 +67,7 @@ class PrefixRepetition:
             _at_least(f"prefix_repetition_{name}", getattr(self, name), 1)
 
     def make(self, count: int, vocabulary: Sequence[int], random: np.random.Generator) -> list[LoadRequest]:
-        """The order is random. Each prefix has count // num_prefixes requests, or one more."""
+        """In random order, count // num_prefixes requests per prefix, or one more."""
         prefixes = [_tokens(vocabulary, self.prefix_len, random) for _ in range(self.num_prefixes)]
         chosen = random.permutation([index % self.num_prefixes for index in range(count)])
         return [

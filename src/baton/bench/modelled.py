@@ -25,7 +25,7 @@ _EVENT_S = 60.0
 
 
 class ModelledKV(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A target's KV, and that of a drafter with one such layer."""
+    """The KV of a target, and of a drafter with one such layer."""
 
     num_layers: int
     num_kv_heads: int
@@ -68,7 +68,6 @@ class ModelledKV(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return Instance(rank=rank, groups=found, sampling=0)
 
     def wanted(self, num_tokens: int) -> dict[str, Interval]:
-        """What D asks for without a prefix hit."""
         return {name: group.rules.wanted(num_tokens, 0) for name, group in self.groups.items()}
 
     def final(self, num_tokens: int, computed: int, *, seeded: bool = False) -> dict[str, int]:
@@ -136,8 +135,7 @@ class ModelledEngine:
 
 
 def check_modelled(kv: ModelledKV, tensor_parallel_sizes: dict[str, int]) -> None:
-    """Raises `ConfigError` for an unknown dtype, or a number of ranks that neither divides the heads nor is a multiple
-    of them."""
+    """Raises `ConfigError` for an unknown dtype, or ranks that neither divide the heads nor are a multiple."""
     if kv.dtype not in ITEMSIZE:
         raise ConfigError("dtype", f"{kv.dtype!r} is none of {', '.join(ITEMSIZE)}")
     for field, size in tensor_parallel_sizes.items():

@@ -13,12 +13,11 @@ DELAY_S = 1.0  # none for a short benchmark
 
 
 def progress_bar(total: int, unit: str, delay_s: float = DELAY_S) -> tqdm[None]:
-    """A bar on stderr for `total` units. It disappears at the end."""
+    """A progress bar on stderr, removed at the end."""
     return tqdm(total=total, desc="Benchmark", unit=unit, delay=delay_s, leave=False, disable=None)
 
 
 def with_progress(items: Sequence[T], unit: str, delay_s: float = DELAY_S) -> Iterator[T]:
-    """The items, each counted when the next one is requested."""
     with progress_bar(len(items), unit, delay_s) as one:
         for item in items:
             yield item

@@ -62,7 +62,7 @@ def measure_deployments(
 def alternate(
     model: str, reference: str, candidate: str, prompt_tokens: int, num_pairs: int, max_tokens: int
 ) -> ServeFigures:
-    """Two running deployments, by URL, one request at a time, in turns."""
+    """Compare two running deployments, by URL, one request at a time, in turns."""
     return asyncio.run(_measure(model, reference, candidate, prompt_tokens, num_pairs, max_tokens))
 
 

@@ -30,7 +30,7 @@ class Streamed:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens after the first, divided by the time from first to last, or nan."""
+        """Tokens after the first over the time from first to last, or nan."""
         span = self.times_s[-1] - self.times_s[0] if len(self.times_s) > 1 else 0.0
         return (len(self.token_ids) - 1) / span if span else float("nan")
 
@@ -44,8 +44,7 @@ class Streamed:
 async def stream_completion(
     session: aiohttp.ClientSession, url: str, body: dict[str, Any], into: Streamed | None = None
 ) -> Streamed:
-    """If `into` is given, the result is built in it, and remains if this raises. Raises the errors of
-    `OpenAIClient.stream`."""
+    """`into`: gets the result, and keeps what came if this raises. Raises the errors of `OpenAIClient.stream`."""
     result = Streamed() if into is None else into
     started = time.perf_counter()
     async for event in OpenAIClient(session, url).stream({**body, "return_token_ids": True}):

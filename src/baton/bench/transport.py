@@ -36,8 +36,9 @@ RUN_SIZES = (4 << 10, 32 << 10, 1 << 20)
 
 @dataclass(frozen=True, slots=True)
 class CopySpeed:
-    """`nbytes` in runs of `run_bytes` that are scattered at the source: medians, GB/s with quartiles. `over_memcpy`:
-    the speed relative to `memcpy`."""
+    """`nbytes` in runs of `run_bytes`, scattered at the source: medians, GB/s with quartiles. `over_memcpy`: the speed
+    relative to `memcpy`.
+    """
 
     transport: str
     nbytes: int
@@ -51,7 +52,6 @@ class CopySpeed:
 
 
 def runnable_transports(uris: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Those that run here, and why the others do not."""
     found, why = [], {}
     for uri in uris:
         try:
@@ -67,7 +67,7 @@ def measure_copies(
 ) -> list[CopySpeed]:
     """Copy between two processes, each size in runs of each run size.
 
-    Raises `ConfigError` for an unknown transport and for a size that is no multiple of a run size.
+    Raises `ConfigError`.
     """
     cases = [(size, run) for size in sizes for run in sorted({min(run, size) for run in run_sizes})]
     for size, run in cases:

@@ -41,10 +41,12 @@ def free_ports(host: str, port: int, count: int) -> list[int]:
 
 
 class DataRanks:
-    """The processes of all ranks, with this command's flags and a few of their own. If one ends by itself, all end."""
+    """The processes of all ranks, with this command's flags and a few for their rank. If one ends by itself, all
+    end.
+    """
 
     def __init__(self, size: int, engine_id: str, ports: Sequence[int], engines_per_host: int) -> None:
-        # For files by which ranks find each other.
+        # A directory for the files that ranks find each other by.
         self._directory = RunDirectory("data-")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[int] = []
@@ -99,8 +101,7 @@ class DataRanks:
         return [urls[rank] for rank in range(len(urls))], kv
 
     def wait(self) -> None:
-        """Wait until all ranks have ended after a signal. Raises `EngineUnavailableError` as soon as one ends by
-        itself."""
+        """Wait for all ranks to end after a signal. Raises `EngineUnavailableError` as soon as one ends by itself."""
         while True:
             ended = {rank: status for rank, one in enumerate(self._processes) if (status := one.poll()) is not None}
             if ended and not self._signalled:
@@ -118,7 +119,7 @@ class DataRanks:
 
     @contextlib.contextmanager
     def forwarding_signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT, to all ranks. Main thread only."""
+        """Forward SIGTERM and SIGINT to all ranks. Main thread only."""
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield

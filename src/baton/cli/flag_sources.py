@@ -21,7 +21,7 @@ _MAX_BYTES = 1 << 20
 _ENDINGS = (".toml", ".yaml", ".yml")
 _ENVIRONMENT = "the environment"
 _SOURCES = "baton.sources"
-# Some errors name the first flag, or else this field of a flag's JSON.
+# Errors may name the first, a flag, or the second, a field of another flag's JSON.
 _TRANSPORT = ("kv_transport", "kv_transfer_config.kv_transport")
 _SETTERS = dict.fromkeys(("transport", *_TRANSPORT), _TRANSPORT)
 
@@ -66,7 +66,7 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _apply(context: typer.Context, path: str | None) -> str | None:
-    """File and environment become the defaults of the command's other flags."""
+    """Make file and environment the defaults of the command's other flags."""
     given = read_environment(os.environ)
     named = given.pop("config", None)
     path = path or named
@@ -106,7 +106,7 @@ def _where(flag: str, source: str) -> str:
 
 
 def _as_flags(context: typer.Context, settings: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """As command-line values. Raises `ConfigError` for one that is no flag."""
+    """Raises `ConfigError`."""
     parameters = {p.name: p for p in context.command.params if p.name != "config" and not getattr(p, "hidden", False)}
     flags: dict[str, Any] = {}
     for name, value in settings.items():

@@ -50,7 +50,7 @@ class _Json(logging.Formatter):
 
 
 class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
-    """The handler of `log_to_stderr`."""
+    ...
 
 
 def log_to_stderr(level: LogLevel = "info", form: LogFormat = "text") -> None:
@@ -67,7 +67,6 @@ def log_to_stderr(level: LogLevel = "info", form: LogFormat = "text") -> None:
 
 
 def is_logging() -> bool:
-    """Whether `log_to_stderr` was called."""
     return any(isinstance(handler, _Stderr) for handler in logging.getLogger().handlers)
 
 

@@ -170,7 +170,6 @@ class ListenOptions:
         return {"chat_template": text, "chat_template_content_format": self.chat_template_content_format}
 
     def parsing(self) -> Parsing:
-        """Raises `ConfigError` for an unknown parser."""
         return Parsing(self.enable_auto_tool_choice, self.tool_call_parser, self.reasoning_parser)
 
     def answers(self) -> dict[str, Any]:
@@ -190,7 +189,7 @@ class ListenOptions:
         return PerRequestMetrics(self.enable_per_request_metrics, self.per_request_spec_decode_metrics)
 
     def access(self) -> Access:
-        """Raises `ConfigError` for a setting that is malformed or unreadable."""
+        """Raises `ConfigError`."""
         try:
             origins = msgspec.json.decode(self.allowed_origins or "[]", type=tuple[str, ...])
         except msgspec.DecodeError as error:
@@ -201,7 +200,7 @@ class ListenOptions:
         return access
 
     def api_keys(self) -> tuple[str, ...]:
-        """Raises `ConfigError` if BATON_API_KEY is set but empty: a missing secret must not open the API."""
+        """Raises `ConfigError` if BATON_API_KEY is empty: a missing secret must not open the API."""
         if not self.api_key and "BATON_API_KEY" in os.environ:
             raise ConfigError("api_key", "BATON_API_KEY is set and empty")
         return tuple(self.api_key or ())
@@ -209,8 +208,6 @@ class ListenOptions:
 
 @dataclass(frozen=True, slots=True)
 class ProcessOptions:
-    """Options of a process that is part of a deployment."""
-
     ticket_key_file: Annotated[str | None, typer.Option(help="32 random bytes shared by router and engines.")] = None
     keys: Annotated[
         str | None, typer.Option(metavar="DIR", help="Key directory of `baton keys`, ticket key included.")
@@ -222,8 +219,6 @@ class ProcessOptions:
 
 @dataclass(frozen=True, slots=True)
 class AdminOptions:
-    """Who may change a router's engines."""
-
     admin_token_file: Annotated[
         str | None,
         typer.Option(help="Token for POST /instances/..., made where there is none. Default: BATON_ADMIN_TOKEN."),
@@ -241,7 +236,7 @@ def router_config(settings: RoutingSettings, admin: AdminOptions, host: str, **m
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace each dataclass parameter of a command by one option per field."""
+    """Replaces each dataclass parameter of a command by one option per field."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
     own, added = [], []

@@ -38,7 +38,7 @@ class RoleOptions:
     decode_data_parallel_size: DataRankCount = None
 
     def flags(self) -> dict[str, list[str]]:
-        """Flags by role. Raises `ConfigError` for an option that is out of range."""
+        """Flags by role. Raises `ConfigError`."""
         found: dict[str, list[str]] = {}
         for role in ("prefill", "decode"):
             size, ranks = getattr(self, f"{role}_block_size"), getattr(self, f"{role}_tensor_parallel_size")
@@ -55,7 +55,7 @@ class RoleOptions:
         return found
 
     def named(self, role: str, error: ConfigError) -> ConfigError:
-        """An engine's error about an option, with the option's name for the engines of its role if that was given."""
+        """An engine's error, named after the role's own option if that was given."""
         field = f"{role}_{error.field}"
         return ConfigError(field, error.message) if getattr(self, field, None) is not None else error
 
@@ -64,7 +64,7 @@ class RoleOptions:
         return {role: size or options.data_parallel_size for role, size in own.items()}
 
     def alike(self, options: Options, batch_invariant: bool) -> Options:
-        """`options` with which batch-invariant engines of both roles compute the same bits."""
+        """`options` that make batch-invariant engines of both roles compute the same bits."""
         sizes = (options.tensor_parallel_size, self.prefill_tensor_parallel_size, self.decode_tensor_parallel_size)
         most = max(size for size in sizes if size is not None)
         if not batch_invariant or options.reduction_slices is not None or most == 1:

@@ -33,8 +33,6 @@ _VLLM_ONLY = ("kv_connector", "seed_first_token", "near_tie")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontOptions(RouterSettings):
-    """Flags of a router over running engines."""
-
     prefill: _Urls = None
     decode: _Urls = None
     both: _Urls = None
@@ -95,7 +93,7 @@ def router_command(options: FrontOptions, listen: ListenOptions, process: Proces
 def _run_workers(
     config: RouterConfig, listeners: Sequence[socket.socket], on_ready: Callable[[str], None], shutdown_timeout_s: float
 ) -> None:
-    """Serve as one process per listener. Raises `BatonError` if one ends soon after its start."""
+    """Serve as one process per listener. Raises `BatonError`."""
     from baton.router.workers.loads import LoadTable, RouterProcess, WorkerLoads
     from baton.router.workers.worker_processes import WorkerProcesses
 
@@ -124,7 +122,7 @@ async def serve_router(
     shutdown_timeout_s: float = SHUTDOWN_TIMEOUT_S,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """As `baton.openai.http.serving.serve`, with `beside` as a cleanup context of the app."""
+    """See `openai.http.serving.serve`. `beside`: a cleanup context of the app."""
     from baton.router import build_app
 
     app = await build_app(config)

@@ -114,7 +114,7 @@ def _serve_ranks(
     from baton.cli.data_ranks import DataRanks, free_ports
 
     log_to_stderr(listen.log_level, listen.log_format)
-    # Checked here too: one error line, not one per rank.
+    # Checked here too, for one error line instead of one per rank.
     size = options.data_parallel_size
     check_sizes(options.to_config(model, role, engine_id or role, process), size)
     ports = free_ports(listen.host, listen.port, size)
@@ -156,7 +156,7 @@ def up_command(
     from baton.handoff.protocol.ticket import load_or_create_key
     from baton.server.run import ending_on_sigterm
 
-    # Checked here too: one error line, not one per engine.
+    # Checked here too, for one error line instead of one per engine.
     began, role_flags = time.monotonic(), roles.flags()
     own = {"recovery": options.recovery, "max_queued_requests": options.max_queued_requests, **listen.answers()}
     listener = listen.bind()
@@ -224,8 +224,6 @@ def _banner(config: EngineConfig, engines: Mapping[str, str], url: str | None) -
 
 
 async def _supervise(supervisor: Supervisor, stop: asyncio.Event, app: web.Application) -> AsyncIterator[None]:
-    """Sets `stop` when the supervisor gives up."""
-
     async def watch() -> None:
         while supervisor.failure is None:
             try:

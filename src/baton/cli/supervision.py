@@ -19,7 +19,7 @@ _CALM_S = 300.0
 
 class Processes(Protocol):
     def ended(self) -> dict[str, str]:
-        """Ended children, with the last log line of each."""
+        """Each ended child's last log line."""
         ...
 
     def ended_cleanly(self, name: str) -> bool: ...

@@ -115,8 +115,6 @@ class ComparisonOptions:
 
 @dataclass(frozen=True, slots=True)
 class DeploymentOptions:
-    """The candidate that verify starts."""
-
     prefill: _Engines = 1
     decode: _Engines = 1
     kv_transport: Annotated[str, typer.Option(help="Of the deployment: shm, nixl, mooncake, file or a URI.")] = "shm"
@@ -211,7 +209,7 @@ def verify_command(
 
 
 def _reference_settings(engine: StepSettings, model: str | None, batch_invariant: bool) -> dict[str, Any]:
-    """Of an engine with one rank and the default memory, without handoffs."""
+    """Settings of an engine with one rank and the default memory, without handoffs."""
     settings = {name: getattr(engine, name) for name in declared_settings(StepSettings)}
     for name in (
         "kv_cache_memory",
@@ -246,7 +244,6 @@ def _print_reports(
     bounds: Bounds,
     json_output: bool,
 ) -> bool:
-    """Returns whether all modes passed."""
     reports = []
     for mode in modes:
         found = ask(mode)

@@ -21,7 +21,7 @@ from baton.openai.client import base_url, convert_errors, read_body
 
 
 class Limits(NamedTuple):
-    """Of an answer, or of each event, which comes every three seconds at least."""
+    """For an answer, or for each event: one comes at least every three seconds."""
 
     answer_s: float = 15.0
     num_bytes: int = 16 << 20
@@ -85,7 +85,6 @@ async def watch_events(url: str, live: bool, limits: Limits = _LIMITS) -> None:
 
 
 def _red(screen: str) -> str:
-    """With red alarms, unless NO_COLOR is set."""
     if os.environ.get("NO_COLOR"):
         return screen
     lines = (f"{_RED}{line}{_PLAIN}" if line.startswith(ALARM) else line for line in screen.splitlines())

@@ -46,7 +46,7 @@ def read_rest(pipe: int, pending: bytes) -> list[dict[str, Any]]:
 
 class Reporter:
     """Reports start-up steps to the parent, or to `tell` without a pipe. As a context manager it also reports the
-    `ConfigError` with which a start fails.
+    `ConfigError` of a failed start.
 
     A long step is reported every `_AGAIN_S` seconds.
     """
@@ -61,7 +61,7 @@ class Reporter:
             die_with_parent()
 
     def progress(self, text: str) -> None:
-        """The step begins now. With an empty text, it shows its own progress."""
+        """A step begins; with an empty text, it shows its own progress."""
         if not self._repeats:
             threading.Thread(target=self._again, daemon=True, name="baton-progress").start()
         self._repeats, self._step, self._began = True, text, time.monotonic()

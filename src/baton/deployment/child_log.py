@@ -29,12 +29,12 @@ class LogLine:
 
     @property
     def is_last_word(self) -> bool:
-        """The error with which a command ends; the parent quotes it."""
+        """The error that ends a command; the parent quotes it."""
         return self.level == "ERROR" and self.logger == "baton"
 
 
 def read_line(line: str) -> LogLine:
-    """Parse the text or JSON format of `cli.logs`."""
+    """Parse either format of `cli.logs`."""
     if line.startswith("{"):
         with contextlib.suppress(ValueError, KeyError, AttributeError):
             found = json.loads(line)
@@ -49,7 +49,7 @@ Forward = Callable[[LogLine], None]
 
 
 class ChildLog:
-    """The log of one child. A thread calls `forward` with each line, except the error with which the child ends."""
+    """The log of one child. A thread calls `forward` with each line except the child's final error."""
 
     def __init__(self, path: Path, forward: Forward | None = None) -> None:
         self.path = path

@@ -38,6 +38,6 @@ class Child:
             self.refusal = ConfigError(report["refused"], f"{report['why']} ({self.name} did not start)")
 
     def read_last_reports(self) -> None:
-        """Once the child has ended: see `read_rest`."""
+        """For a child that has ended: see `read_rest`."""
         for report in read_rest(self.pipe, self.pending) if self.pipe >= 0 else ():
             self.note(report)

@@ -48,7 +48,7 @@ def _environment(engines: int) -> dict[str, str]:
 
 
 def check_shared_transport(uri: str) -> None:
-    """Raises `ConfigError` for an unknown transport, or one that works within one process only."""
+    """Raises `ConfigError` for a transport that works within one process only, or an unknown one."""
     if parse_uri(uri)[0].rpartition("+")[2] == "local":
         raise ConfigError("kv_transport", "local moves KV within one process only")
 
@@ -58,7 +58,7 @@ class Deployment:
     """Engines of one model, and `routers` routers unless `router` is False. All serve when the constructor returns.
 
     - `role_flags`: flags for the engines of one role, after `engine_flags`.
-    - `kv_transport`: `file` without a path uses a directory that is removed with the deployment.
+    - `kv_transport`: `file` without a path uses a temporary directory of the deployment.
     - `port`: the first router's. `engine_port_base`: the first engine's. 0, and other routers: free ports.
     - `named`: gives a child's error about a setting the name under which the user gave it.
     - `tell`: called with each child's progress. `forward`: with a child's name and each line of its log.
@@ -68,7 +68,7 @@ class Deployment:
     `url` is the first router's, or else the first engine's. Create it on a thread that outlives it: on Linux children
     die with that thread.
 
-    If a child does not start, raises `EngineUnavailableError` with its error line, or the child's `ConfigError`. Raises
+    Raises `EngineUnavailableError` with the error line of a child that does not start, or its `ConfigError`;
     `ConfigError` for a transport that processes cannot share. No child is left after an error.
     """
 
@@ -162,7 +162,6 @@ class Deployment:
 
     @property
     def engine_urls(self) -> list[str]:
-        """Base URLs in the order prefill, decode, both."""
         return self.prefill_urls + self.decode_urls + self.both_urls
 
     def engines(self) -> dict[str, str]:
@@ -173,7 +172,6 @@ class Deployment:
         }
 
     def ended(self) -> dict[str, str]:
-        """The last message of each child that has ended."""
         return {c.name: self._cause(c) for c in self._children if c.process.poll() is not None}
 
     def ended_cleanly(self, name: str) -> bool:
@@ -232,7 +230,7 @@ class Deployment:
 
     def _router_flags(self, port: int) -> list[str]:
         flags = ["--port", str(port), "--ticket-key-file", self.ticket_key_file]
-        # A deployment is started to see handoffs, also of short prompts.
+        # Also hand off short prompts.
         flags += ["--max-local-prefill-length", "0"]
         for role, urls in self._urls.items():
             for url in urls:
@@ -264,7 +262,6 @@ class Deployment:
                         selector.unregister(key.fileobj)
 
     def _cause(self, child: Child) -> str:
-        """The child's refusal, or the last message of its log."""
         child.read_last_reports()
         return str(self.named(child.role, child.refusal)) if child.refusal is not None else _last_line(child)
 

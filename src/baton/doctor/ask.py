@@ -23,7 +23,7 @@ from baton.timeouts import timeout
 from baton.wire import EngineInfo, LegRole, Role
 
 T = TypeVar("T")
-# In the text of a server that ends.
+# In errors of a server that ends.
 _ENDING = ("draining", "shutting down")
 # Equal on SGLang's prefill and decode servers.
 _SGLANG = (
@@ -184,7 +184,7 @@ async def _ask_sglang(client: OpenAIClient, model: Model) -> Server:
 
 
 async def _dialled(server: Server, timeout_s: float) -> Server:
-    """Adds the control addresses on which nothing listens."""
+    """Adds the control addresses that nothing listens on."""
 
     async def dial(host: str, port: int, address: str) -> str | None:
         try:

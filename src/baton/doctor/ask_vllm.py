@@ -28,7 +28,6 @@ _NOT_TOLD = (
 
 
 async def read_cache(client: OpenAIClient) -> Mapping[str, str]:
-    """The labels of `vllm:cache_config_info`, if any."""
     try:
         return _cache_of(await client.samples())
     except BatonError:
@@ -99,7 +98,7 @@ def _cache_of(samples: Sequence[Sample]) -> Mapping[str, str]:
 
 
 async def ask_identity(client: OpenAIClient, model: Model) -> tuple[VllmIdentity | None, Reading | None]:
-    """Ask for the identity by a completion of one token, as routers do; other connectors ignore its parameters."""
+    """Ask by a completion of one token, as routers do; other connectors ignore its parameters."""
     params = {BATON_PARAM: msgspec.to_builtins(LegParams(role="identify"))}
     body = {"model": model.id, "prompt": [0], "max_tokens": 1, "kv_transfer_params": params}
     asked = time.monotonic()
@@ -128,7 +127,7 @@ def _told_settings(info: Mapping[str, Any] | None, transfer: Mapping[str, Any]) 
 
 
 def _side_channel(info: Mapping[str, Any] | None, url: str, nixl: bool) -> EngineIdentity | None:
-    """NIXL's side channel as a control address, so that its reachability is checked alike."""
+    """NIXL's side channel as a control address, so that its reachability is checked too."""
     env = _dict(info, "vllm_env")
     host, port = env.get("VLLM_NIXL_SIDE_CHANNEL_HOST"), env.get("VLLM_NIXL_SIDE_CHANNEL_PORT")
     if not nixl or host is None or port is None:

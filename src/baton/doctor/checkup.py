@@ -1,4 +1,4 @@
-"""What a check-up has collected, and what it finds."""
+"""The facts and findings of a check-up."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ class Reading:
 
     @classmethod
     def of(cls, asked: float, told: float) -> Reading:
-        """The clock was asked for at `asked`, and is `told` now."""
         now = time.monotonic()
         return cls((asked + now) / 2, told, (now - asked) / 2)
 
@@ -49,12 +48,12 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """What an engine's server tells.
+    """The facts that an engine's server reports.
 
     - `roles`: the legs that it takes; both for one that does not tell.
     - `connector`: "Baton" for its own engines, else the KV connector; None: none is known.
     - `settings`: what must be equal on P and D besides the facts of `identity`, by name. A missing one is not told.
-    - `unreached`: control addresses on which nothing listens.
+    - `unreached`: control addresses that nothing listens on.
     - `not_told`: what it does not tell, and how it would.
     - `page_size`: in tokens.
     """
@@ -122,7 +121,7 @@ def same_host(one: Server, other: Server) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterEntry:
-    """An engine as a router sees it. `problem`: why it is not used."""
+    """An engine as a router reports it. `problem`: why it is not used."""
 
     url: str
     role: Role
@@ -181,8 +180,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that prevents handoffs or service. `other` tells the other server's value, or the one that is
-    needed."""
+    """Something that prevents handoffs or service. `other`: the other server's value, or the needed one."""
 
     name: str
     server: str

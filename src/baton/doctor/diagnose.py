@@ -1,4 +1,4 @@
-"""A whole check-up: what is asked, in which order, and all findings."""
+"""A whole check-up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from baton.doctor.trial import try_handoff
 from baton.errors import BatonError
 from baton.openai.answers import printable_line
 
-# Between two readings of a clock.
 CLOCK_S = 1.0
 
 

@@ -75,7 +75,6 @@ def _shm(size: int, free: int) -> Iterator[Finding]:
 
 
 def _registers(server: Server) -> bool:
-    """Whether its transport registers memory with RDMA devices."""
     if server.kind == "baton":
         return server.settings.get("kv_transport", "").partition(" ")[0] in ("nixl", "mooncake")
     return server.connector is not None

@@ -14,8 +14,7 @@ _CURE = "mend it as it says; `baton keys --output DIR --engines NAME,...` adds w
 
 
 def check_keys(directory: str, servers: Sequence[Server]) -> Iterator[Finding]:
-    """What an engine or a router with this `directory` would refuse, and engines that have no key in it. Reads files
-    only."""
+    """What an engine or a router with this `directory` would refuse, and engines without a key in it."""
     root = Path(directory)
     try:
         check_own(ticket_key_file(root), "keys", OTHERS)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from baton.comparison import differing_facts
 from baton.doctor.checkup import Finding, Server
 
-# What to do about a difference, by the beginning of its name. The first match counts.
+# The cure of a difference, by the beginning of its name. The first match counts.
 _CURES: tuple[tuple[str, str], ...] = (
     ("version", "run one version everywhere"),
     ("engine", "run one version everywhere"),

@@ -12,7 +12,7 @@ _NAMES = {"baton": "Baton", "vllm": "vLLM", "sglang": "SGLang", "unknown": "?"}
 
 
 def format_checkup(checkup: Checkup, findings: Sequence[Finding]) -> str:
-    """A line per server, the trial, the notes, a line per finding, and a last line: `ready`, or their number."""
+    """The last line is `ready`, or the number of findings."""
     lines = [] if checkup.router is None else [_router_line(checkup.router)]
     lines += [_server_line(server) for server in checkup.servers]
     if checkup.trial is not None and checkup.trial.problem is None:

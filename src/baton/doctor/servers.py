@@ -76,7 +76,6 @@ def _alone(server: Server) -> Iterator[Finding]:
 
 
 def _kinds(servers: Sequence[Server]) -> Iterator[Finding]:
-    """Engines of different kinds, or vLLM servers with different connectors, cannot hand off."""
     kinds: dict[str, Server] = {}
     for server in servers:
         kinds.setdefault(server.kind, server)
@@ -140,7 +139,7 @@ def _names(servers: Sequence[Server]) -> Iterator[Finding]:
 
 
 def _addresses(servers: Sequence[Server]) -> Iterator[Finding]:
-    """A loopback address means another engine to a peer on another host."""
+    """On another host, a loopback address means another engine."""
     for server in servers:
         local = [address for address in server.control_addresses if is_local_address(address)]
         peers = [other for other in servers if other is not server and set(server.roles) != set(other.roles)]
@@ -168,7 +167,7 @@ def _addresses(servers: Sequence[Server]) -> Iterator[Finding]:
 
 
 def _clock(server: Server) -> Iterator[Finding]:
-    """Tickets expire by an engine's clock, which routers extrapolate from its last answer."""
+    """Tickets expire by the engine's clock; routers extrapolate it from its last answer."""
     if len(server.clocks) < 2:
         return
     first, last = server.clocks[0], server.clocks[-1]
@@ -186,7 +185,6 @@ def _clock(server: Server) -> Iterator[Finding]:
 
 
 def dialled_addresses(server: Server) -> list[tuple[str, int, str]]:
-    """(host, port, address) that can be dialled from here."""
     found = [(host_and_port(address), address) for address in server.control_addresses]
     here = server.is_here()
     return [(*parts, address) for parts, address in found if parts and (here or not is_local_address(address))]

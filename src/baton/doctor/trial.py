@@ -23,7 +23,7 @@ _IDS = range(3, 250)
 _BYTES = ("baton:handoff_bytes_total", "vllm:baton_handoff_bytes_total", "vllm:nixl_bytes_transferred_sum")
 _RUNS = ("baton:handoff_runs_total", "vllm:baton_handoff_runs_total", "vllm:nixl_num_descriptors_sum")
 _REFUSED = "baton:handoff_refused_total"
-# Of BatonConnector, whose server computes a request itself when its leg is refused or fails.
+# Of BatonConnector, whose server itself computes a request if its leg is refused or fails.
 _OUTCOMES, _LEG_REFUSED, _FAILED = "vllm:baton_handoffs_total", "refused", "failed_"
 _POLLS, _POLL_S = 20, 0.1
 
@@ -127,7 +127,7 @@ async def _counts(client: OpenAIClient) -> _Counts:
 
 
 async def _settled(client: OpenAIClient) -> _Counts:
-    """Waits until no handoff runs, for a limited time."""
+    """Waits, for a limited time, until no handoff runs."""
     found = await _counts(client)
     for _ in range(_POLLS):
         if found.status.handoffs.settled:

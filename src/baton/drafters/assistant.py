@@ -2,8 +2,8 @@
 
 Each layer attends to the target's last layer of its kind. The first draft comes from the last known token and the
 target's final-norm state of the row before it, a further one from the draft and state before it. All drafts of a round
-have the position of the last known token and see the same keys: all before it, with a window the last `sliding_window`
-+ 1. So the assistant keeps nothing, and a handoff carries only its drafts.
+have the last known token's position and see the same keys: all before it, with a window the last `sliding_window` + 1.
+So the assistant keeps nothing, and a handoff carries only its drafts.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ _HEAD = "lm_head.weight"
 
 
 class QueryAttention(nn.Module):
-    """[T, E] -> [T, E], over keys and values of the target's layer `source`. Each of the target's tensor ranks attends
-    with the heads of its own keys, and gathers those of the others."""
+    """[T, E] -> [T, E], over keys and values of the target's layer `source`. Each tensor rank of the target attends
+    with its own key heads, and gathers the other ranks' heads.
+    """
 
     def __init__(self, config: Gemma4Config, layer_id: int, source: int, target: CausalLM, build: Build) -> None:
         super().__init__()
@@ -82,7 +83,7 @@ class Clusters(nn.Module):
 
 
 class Assistant(nn.Module):
-    """A `TargetReader` without layers of its own in the KV cache."""
+    """A `TargetReader` without own layers in the KV cache."""
 
     kv_layers: tuple[LayerSpec, ...] = ()
     kv_modules: tuple[int | None, ...] = ()
@@ -93,7 +94,7 @@ class Assistant(nn.Module):
         super().__init__()
         self._device, size = build.device, config.hidden_size
         self.target_layers = _layers_of(config, target)
-        # A function: a parameter here would be one to load.
+        # A function, since a parameter would have to be loaded.
         self._embed = partial(F.embedding, weight=target.model.embed_tokens.weight)
         self._scale = rounded(target.hidden_size**0.5, target.build)
         self.pre_projection = Linear(2 * target.hidden_size, size, build)
@@ -105,7 +106,7 @@ class Assistant(nn.Module):
         self.post_projection = Linear(size, target.hidden_size, build)
         self.lm_head = Linear(size, config.vocab_size, build)
         self.masked_embedding = Clusters(raw, config, build) if get_bool(raw, "use_ordered_embeddings") else None
-        # It drafts at all positions of the target, beyond its own config.
+        # It drafts at all positions of the target, even beyond its own config.
         length = max(config.max_position, target.max_position) + 1
         self._rotaries, self._rotary_of = rotaries(replace(config, max_position=length), build)
 
@@ -119,7 +120,7 @@ class Assistant(nn.Module):
             what = "the drafter is on the first stage, and the keys that it reads are on the last"
             raise ConfigError("pipeline_parallel_size", f"must be 1 with method assistant: {what}")
         drafter = cls(config, raw, target, build)
-        # The assistant's own embedding serves its head, if that is not stored; tokens have the target's.
+        # The assistant's own embedding is its head if none is stored; tokens have the target's.
         embedding = None if _HEAD in stored_tensors(path) else _HEAD
 
         def rename(name: str) -> str | None:
@@ -134,7 +135,7 @@ class Assistant(nn.Module):
         return hidden_TE
 
     def extend(self, batch: DraftBatch) -> None:
-        """Does nothing: an assistant has no KV."""
+        """Nothing: an assistant has no KV."""
 
     def draft(self, batch: DraftBatch, extended: None) -> list[list[int]]:
         assert batch.features_TF is not None
@@ -177,7 +178,7 @@ class Assistant(nn.Module):
 
 
 def _config(raw: RawConfig, target: CausalLM) -> Gemma4Config:
-    """The config of the assistant's layers. Raises `CheckpointError` naming what does not fit."""
+    """The config of the assistant's layers. Raises `CheckpointError`."""
     inner = raw.get("text_config")
     if raw.get("model_type") != _KIND or not isinstance(inner, Mapping):
         raise CheckpointError(f"drafter: config.json: model_type is {raw.get('model_type')!r}, expected {_KIND!r}")
@@ -198,8 +199,9 @@ def _config(raw: RawConfig, target: CausalLM) -> Gemma4Config:
 
 
 def _layers_of(config: Gemma4Config, target: CausalLM) -> tuple[int, ...]:
-    """The target's layer that each of the assistant's reads: the last of its kind with its own keys. Raises
-    `CheckpointError` if its heads are others, or its window is wider."""
+    """For each assistant layer, the target layer that it reads: the last of its kind with own keys. Raises
+    `CheckpointError` if the heads differ or its window is wider.
+    """
     known, found = cast(Gemma4Config, target.config), []
     for layer, window in enumerate(config.windows):
         alike = [i for i in known.sources if (known.windows[i] is None) == (window is None)]

@@ -37,7 +37,7 @@ class Choose(Protocol):
     """Chooses draft tokens as the target does: with the sampling noise of each request's position."""
 
     def __call__(self, logits_RV: Tensor, requests: IntArray, step: int, target_ids: Tensor | None) -> IntArray:
-        """Target ids int64 [R] of draft number `step` (from 0) for `requests`, indices into the batch.
+        """Target ids int64 [R] of draft `step` (from 0) for `requests`, indices into the batch.
 
         `logits_RV` [R, draft_vocab]. `target_ids` int64 [draft_vocab] maps draft ids to target ids, None if they are
         the same.
@@ -58,8 +58,8 @@ class DraftBatch:
     Row i of a request has the target's features of position i, and token x_{i+1}. `features_TF` is None if the drafter
     takes none. `contexts`: all known tokens per request, int64, empty unless the drafter `needs_contexts`. `chain`:
     inputs of the modules after the first, None for a single module. `target_pages`: the target's entries, of all
-    positions up to each request's last row, for a `TargetReader`. `noise`: what `choose` goes by, None if that is more
-    than noise.
+    positions up to each request's last row, for a `TargetReader`. `noise`: that of `choose`, None if a grammar also
+    limits the choice.
     """
 
     next_ids: IntArray  # [T]
@@ -122,7 +122,7 @@ class TargetReader(Drafter, Protocol):
 
 
 def layers_read(drafter: Drafter | None) -> Sequence[int]:
-    """The target's layers that a `TargetReader` reads; none for other drafters."""
+    """None for drafters other than a `TargetReader`."""
     found: Sequence[int] = getattr(drafter, "target_layers", ())
     return found
 

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 # Names of transformers' Muse Glimmer assistant.
 _RENAMED = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 _LAYERS = ("qwen3", "muse_glimmer_assistant", None)
-# Fields with the only value that is supported.
+# Fields with their only supported value.
 _EXPECTED: Mapping[str, object] = {
     "attention_sink_bias": False,
     "add_swa_attention_sink_bias": False,

@@ -1,8 +1,8 @@
 """A complete small model of any registered type as the drafter (Leviathan et al., 2023, arXiv:2211.17192).
 
-It reads tokens only: entry i of its KV depends on x_0..x_i, as the target's does. Row i of a batch writes entry i. The
-token after a request's last row is computed for the first draft, and again as a row of the next batch, which depends on
-what the target accepts. States therefore continue from the last row, not from drafts.
+It reads tokens only: entry i of its KV, which row i of a batch writes, depends on x_0..x_i, like the target's. The
+token after a request's last row is computed for the first draft, and again as a row of the next batch. So states
+continue from the last row, not from drafts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DraftModel:
 
     @classmethod
     def load(cls, path: str, target: CausalLM, build: Build) -> DraftModel:
-        """Raises `CheckpointError` if the vocabulary differs from the target's."""
+        """Raises `CheckpointError` for another vocabulary."""
         model = load_model(path, build.dtype, build.device, build.batch_invariant, quantization=build.quantization)
         if model.vocab_size != target.vocab_size:
             raise CheckpointError(f"drafter: vocab_size is {model.vocab_size}, the target's is {target.vocab_size}")
@@ -81,7 +81,7 @@ class DraftModel:
         return drafts
 
     def _counts(self, batch: DraftBatch) -> IntArray:
-        """Per request. All but the last draft must be within the small model's context."""
+        """Drafts per request. All but the last must be within the small model's context."""
         next_positions = batch.positions[batch.query_start[1:] - 1] + 1
         counts: IntArray = np.clip(self._model.max_position - next_positions, 0, batch.num_drafts)
         return counts

@@ -6,8 +6,8 @@ h, or the normed h with `norm_before_residual`. The LM head reads the final norm
 input.
 
 EAGLE-3.1 (arXiv:2605.09992) adds three flags: `fc_norm`, a norm per target layer before `fc`; `norm_before_fc`, one
-norm over the concatenated features; `norm_output`, with which the next draft step reads the final norm's output. No
-tensor shows whether the last one is set.
+norm over the concatenated features; `norm_output`: the next draft step reads the final norm's output. No tensor shows
+whether the last one is set.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from baton.models.layers.linear import Build, Linear
 
 log = logging.getLogger(__name__)
 
-# From so many rows per drafting one on, others compute only keys and values.
+# With at least this many rows per drafting request, the other rows compute only keys and values.
 _FEW = 4
 
 
@@ -190,7 +190,7 @@ def aux_layer_ids(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
     """Target layers that feed the head, ascending: from the config, else vLLM's default (2, L // 2, L - 3).
 
     Id i is the residual stream that enters layer i, as in vLLM. Empty when `use_aux_hidden_state` is false. Raises
-    `CheckpointError` for ids out of range.
+    `CheckpointError`.
     """
     inner = nested(raw)
     if not eagle_flag(raw, "use_aux_hidden_state", True):

@@ -1,7 +1,7 @@
 """Base class of drafters that are a small model (head) on top of the target's hidden states.
 
 Row i of a head's forward takes the features of position i and token x_{i+1}, and writes its KV into slot i of the
-head's own group. After the last known token, the head continues from its own output and drafts.
+head's own group. After the last known token, it continues from its own output and drafts.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def fill_drafter(
 
 
 def canonical_tensor_name(name: str) -> str:
-    """The name without a `model.` prefix, and with `midlayer` as layer 0."""
+    """Without a `model.` prefix, and with `midlayer` as layer 0."""
     name = name.removeprefix("model.")
     return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
@@ -170,7 +170,7 @@ def head_tensors(path: str) -> set[str]:
 def target_ids(offsets: Tensor, target_vocab: int) -> Tensor:
     """Target ids from `d2t`, the difference between target id and draft id for each draft id.
 
-    Raises `CheckpointError` for an id outside the target's vocabulary.
+    Raises `CheckpointError`.
     """
     ids = torch.arange(len(offsets), device=offsets.device) + offsets
     if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < target_vocab):
@@ -179,7 +179,7 @@ def target_ids(offsets: Tensor, target_vocab: int) -> Tensor:
 
 
 def expect_target_size(found: int, target: CausalLM) -> None:
-    """Raise `CheckpointError` with both numbers if a head was made for another hidden size."""
+    """Raise `CheckpointError` if a head was made for another hidden size."""
     if found != target.hidden_size:
         raise CheckpointError(
             f"drafter: made for a target of hidden_size {found}, the target's is {target.hidden_size}"

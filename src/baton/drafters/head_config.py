@@ -19,7 +19,7 @@ _HEAD_TYPES = ("eagle", "eagle3", None)
 _LATENT_HEADS = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
 # The second name is that of some heads in the `speculators` format.
 LAYER_IDS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
-# They change the arithmetic of an EAGLE-3 head and belong to no other head.
+# They change the arithmetic, and are for EAGLE-3 alone.
 EAGLE3_FIELDS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "use_aux_hidden_state", *LAYER_IDS)
 # Fields of a `speculators` config besides its layer's config.
 _SPECULATORS_KEYS = (
@@ -33,7 +33,7 @@ _SPECULATORS_KEYS = (
     "dtype",
     "torch_dtype",
 )
-# Fields of other methods and heads, with the only value that is supported here.
+# Fields of other methods and heads, with their only supported value.
 _EXPECTED: Mapping[str, object] = {
     "add_para_norm": False,
     "use_input_layernorm_in_first_layer": True,
@@ -116,7 +116,7 @@ def flat_config(raw: RawConfig) -> RawConfig:
 
 
 def nested(raw: RawConfig) -> RawConfig:
-    """`eagle_config`, in which some projects put the method's fields."""
+    """`eagle_config`, where some projects put the method's fields."""
     found = raw.get("eagle_config") or {}
     if not isinstance(found, Mapping):
         raise CheckpointError(f"drafter: config.json: eagle_config is {found!r}, expected an object")
@@ -124,7 +124,7 @@ def nested(raw: RawConfig) -> RawConfig:
 
 
 def eagle_flag(raw: RawConfig, name: str, default: bool = False) -> bool:
-    """A flag of the method, from `eagle_config` or from the top level."""
+    """From `eagle_config`, else from the top level."""
     inner = nested(raw)
     return get_bool(inner if inner.get(name) is not None else raw, name, default)
 

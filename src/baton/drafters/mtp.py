@@ -26,7 +26,7 @@ _PARTS = ("enorm.", "hnorm.", "eh_proj.")
 # The same tensors in Qwen's.
 _QWEN_PARTS = {"pre_fc_norm_embedding.": "enorm.", "pre_fc_norm_hidden.": "hnorm.", "fc.": "eh_proj.", "norm.": "norm."}
 _V4_PARTS = ("enorm.", "hnorm.", "e_proj.", "h_proj.", "hc_head.", "norm.")
-# Copies of the target's tensors.
+# Copies of the target's.
 _SHARED = ("embed_tokens.", "shared_head.head.")
 MAX_MODULES = 16
 
@@ -99,7 +99,7 @@ def _of_deepseek_v4(name: str, num_layers: int) -> tuple[int, str] | None:
     return 0, rest if rest.startswith(_V4_PARTS) else f"layer.{rest}"
 
 
-# Where checkpoints store a module's tensors, by type of target.
+# The storage of a module's tensors in checkpoints, by type of target.
 _PLACES: dict[str, Callable[[str, int], tuple[int, str] | None]] = {
     "deepseek_v3": _after_the_last_layer,
     "deepseek_v32": _after_the_last_layer,
@@ -114,7 +114,7 @@ _PLACES: dict[str, Callable[[str, int], tuple[int, str] | None]] = {
 
 
 def _num_modules(raw: RawConfig) -> tuple[int, Callable[[str, int], tuple[int, str] | None]]:
-    """The number of modules, and where their tensors are. Raises `CheckpointError`."""
+    """The number of modules, and the storage of their tensors. Raises `CheckpointError`."""
     place = _PLACES.get(str(raw.get("model_type")))
     if place is None:
         known = ", ".join(_PLACES)

@@ -30,7 +30,7 @@ class MtpChain(MtpHead):
     """If more drafts are wanted than there are modules, the last module runs again."""
 
     def extend(self, batch: DraftBatch) -> Extended:  # type: ignore[override]
-        """Every module's new entries, each from the output of the module before it."""
+        """Compute every module's new entries, each from the previous module's output."""
         chain, features = batch.chain, batch.features_TF
         assert chain is not None
         assert features is not None
@@ -120,7 +120,7 @@ class MtpChain(MtpHead):
         positions: IntArray,
         counts: IntArray,
     ) -> Tensor:
-        """Run one module on `counts` rows of each of `requests`. Returns states [T, E]."""
+        """Run `module` on `counts` rows of each request. Returns states [T, E]."""
         if not len(positions):
             return states
         query_start = np.concatenate(([0], np.cumsum(counts[counts > 0]))).astype(np.int32)

@@ -1,7 +1,7 @@
 """Prompt lookup (Saxena, 2023; vLLM's `ngram`): proposes what followed an earlier occurrence of the last tokens.
 
-It takes the longest n-gram at the end of a request's tokens, of `prompt_lookup_min` to `prompt_lookup_max` tokens,
-that occurs earlier too, and of several occurrences the first. It keeps no KV.
+It takes the longest n-gram of `prompt_lookup_min` to `prompt_lookup_max` tokens at the end of a request's tokens that
+also occurs earlier, and its first occurrence. It keeps no KV.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class NGram:
         prompt_lookup_min: int | None = None,
         prompt_lookup_max: int | None = None,
     ) -> NGram:
-        """A missing length equals the other. Raises `ConfigError` if the minimum is above the maximum."""
+        """A missing length equals the other. Raises `ConfigError`."""
         most = prompt_lookup_max or prompt_lookup_min or _LENGTH
         least = prompt_lookup_min or most
         if least > most:
@@ -62,7 +62,7 @@ class NGram:
 
 def _follow(tokens: IntArray, least: int, most: int) -> IntArray:
     """The tokens after the first occurrence of the longest n-gram at the end. Empty if it occurs nowhere else."""
-    ends = np.arange(len(tokens) - 1)  # where an occurrence may end: before the last token
+    ends = np.arange(len(tokens) - 1)  # possible ends of an occurrence: before the last token
     found, length = ends, 0
     for back in range(min(most, len(tokens) - 1)):
         ends = ends[ends >= back]

@@ -34,8 +34,8 @@ def load_drafter(
     """Build a drafter for `target` and load its weights. It uses the target's embeddings or LM head if it has none.
 
     `path`: the drafter's checkpoint, or the target's for a method without one. `dtype` "auto" is the target's.
-    `options`: settings of the method. Raises `ConfigError` for an unknown method, and `CheckpointError` for an invalid
-    checkpoint or one made for another target.
+    `options`: settings of the method. Raises `ConfigError` for an unknown method, `CheckpointError` for a bad
+    checkpoint or one of another target.
     """
     if method not in DRAFTERS:
         raise ConfigError("speculative_config.method", f"{method!r} is unknown, expected one of {', '.join(DRAFTERS)}")

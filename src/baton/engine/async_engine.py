@@ -24,9 +24,9 @@ from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
 
 logger = logging.getLogger(__name__)
 
-# A sleeping thread needs about as long to wake.
+# About as long as a sleeping thread needs to wake.
 _YIELD_S = 5e-5
-# A chunk, and whether it is the last. None: the engine has died.
+# A chunk, and whether it is the request's last; None if the engine has died.
 _Delivery = tuple[TokenChunk, bool] | None
 
 
@@ -64,8 +64,9 @@ def _cache_config(config: EngineConfig, num_tokens: int) -> dict[str, str]:
 
 
 def _let_the_loop_send() -> None:
-    """Release the GIL so that the event loop can send first tokens. Otherwise the loop waits up to 1.4 ms: each of the
-    drafter's kernels ends before the waiting thread has woken up, and the next one has the GIL again."""
+    """Release the GIL so that the event loop can send first tokens. Otherwise it waits up to 1.4 ms: each drafter
+    kernel ends before the waiting thread has woken up, and the next one takes the GIL again.
+    """
     time.sleep(_YIELD_S)
 
 
@@ -90,7 +91,7 @@ class AsyncEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """The engine's info, with the current time of its clock."""
+        """The engine's info, with its clock's current time."""
         return msgspec.structs.replace(self._engine.info, clock=time.monotonic())
 
     def start(self) -> None:
@@ -117,7 +118,8 @@ class AsyncEngine:
 
     def load(self) -> EngineLoad:
         """Raises `EngineUnavailableError` if the engine thread has ended, `EngineStalledError` while it seems to
-        hang."""
+        hang.
+        """
         self._check_alive()
         return self._engine.core.load()
 
@@ -183,7 +185,7 @@ class AsyncEngine:
                     core.post(lambda: core.abort(request.request_id))
 
     async def _compile(self, asked: StructuredOutputsParams | None) -> None:
-        """Compile on another thread, since it may take seconds."""
+        """On another thread, since compilation may take seconds."""
         grammars = self._engine.grammars
         if asked is None or grammars is None:
             return
@@ -214,10 +216,10 @@ class AsyncEngine:
             self._engine.core.run()
         except BaseException as error:
             logger.exception("the engine thread died")
-            # Clients see only the type of the error.
+            # Clients learn only the error's type.
             self._dead = f"the engine failed: {type(error).__name__}"
             self._fail_streams()
-            # The agents' threads would keep peers' leases alive.
+            # Otherwise the agents' threads would keep peers' leases alive.
             HandoffAgent.close_all(self._engine.agents)
             with self._lock:
                 self._failure, call = f"the engine failed: {error!r}", self._on_failure

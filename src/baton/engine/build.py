@@ -69,7 +69,8 @@ PAGE_LAYOUT = "block-major 1"
 @dataclass(slots=True)
 class Engine:
     """`agents` and `transports`: of its ranks; empty without handoffs. `grammars`: None without a tokenizer or an end
-    token."""
+    token.
+    """
 
     info: EngineInfo
     core: EngineCore
@@ -82,11 +83,10 @@ class Engine:
 
     @property
     def agent(self) -> HandoffAgent | None:
-        """Rank 0's agent, if any."""
         return self.agents[0] if self.agents else None
 
     def close(self) -> None:
-        """Frees pool and weights now, since reference cycles would delay that."""
+        """Frees pool and weights now: reference cycles would delay that."""
         HandoffAgent.close_all(self.agents)
         if self.core.prefix_store is not None:
             self.core.prefix_store.close()
@@ -111,7 +111,7 @@ def build_engine(config: EngineConfig, emit: EmitChunk, progress: Callable[[str]
 
 @dataclass(frozen=True, slots=True)
 class _Computing:
-    """`whole`: the groups over all ranks. `peers`: the other data-parallel ranks, if they share experts."""
+    """`whole`: over all ranks. `peers`: the other data-parallel ranks, if they share experts."""
 
     loaded: Loaded
     executor: Executor
@@ -138,7 +138,7 @@ def _build(
     device = torch.device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", "cuda is not available here")
-    # Before loading weights: a missing library fails at once.
+    # Before loading weights, so that a missing library fails at once.
     ticket_key = load_or_create_key(config.ticket_key_path) if config.ticket_key_path else None
     transports: list[Transport] = []
     for _ in range(config.num_ranks if ticket_key else 0):

@@ -36,7 +36,7 @@ EmitChunk = Callable[[TokenChunk, bool], None]
 
 
 class EngineCore:
-    """Runs on the engine thread, and calls `emit(chunk, last)` there; other threads `post`."""
+    """For the engine thread, where it calls `emit(chunk, last)`; other threads `post`."""
 
     def __init__(
         self,
@@ -68,23 +68,21 @@ class EngineCore:
     def executor(self) -> Executor:
         return self.steps.executor
 
-    # ------------------------------------------------------------- other threads
-
     def post(self, call: Callable[[], None]) -> None:
-        """`call` runs before the next step. Thread-safe."""
+        """Run `call` before the next step. Thread-safe."""
         self.mailbox.post(call)
 
     def stop(self) -> None:
-        """Make `run` return. Thread-safe."""
+        """Thread-safe."""
         self.mailbox.stop()
 
     def run(self) -> None:
-        """Run turns until `stop`. Raises a posted error: the ranks' memory may then hold anything."""
+        """Run turns until `stop`. Raises a posted error, after which the ranks' memory may hold anything."""
         while not (self.mailbox.stopping and self.peers.ended):
             self.turn()
 
     def turn(self) -> None:
-        """Run one step; if there was nothing to compute, sleep until something is posted."""
+        """Run one step; without work, sleep until something is posted."""
         mailbox = self.mailbox
         mailbox.begin_turn()
         self.drain()
@@ -104,7 +102,7 @@ class EngineCore:
                 self.on_handoff(item)
 
     def load(self) -> EngineLoad:
-        """A snapshot. Thread-safe."""
+        """Thread-safe."""
         return self.metrics.load_of(self.scheduler, len(self.legs.open) if self.legs else 0)
 
     def forget_metrics(self) -> None:
@@ -112,10 +110,8 @@ class EngineCore:
         if self.legs is not None:
             self.legs.metrics = self.metrics
 
-    # ------------------------------------------------------------- requests
-
     def add(self, request: Request) -> None:
-        """Queue or decline a request. Its id is not in use."""
+        """The request's id is not in use."""
         if request.prefix_len is not None:
             return self._move_prefix(request)
         if request.max_prefill_tokens is not None and self.scheduler.num_missing(request) > request.max_prefill_tokens:
@@ -167,7 +163,7 @@ class EngineCore:
         if request.status is not RequestStatus.AWAITING_RELEASE:
             self.finish(request, "abort")
         elif request.finish_reason is None:
-            # The request ends when its pages are released.
+            # It ends when its pages are released.
             assert self.legs is not None
             request.finish_reason = "abort"
             self.legs.abandon(request)
@@ -183,7 +179,7 @@ class EngineCore:
         """All requests end here. `reason`: None for a prefill leg whose request continues on D."""
         if self.requests.get(request.request_id) is request:
             del self.requests[request.request_id]
-        if request.status is not RequestStatus.AWAITING_RELEASE:  # else counted by `_hold`
+        if request.status is not RequestStatus.AWAITING_RELEASE:  # else `_hold` has counted it
             self._count(request, reason)
         request.finish_reason = reason
         self.scheduler.remove(request)
@@ -198,12 +194,10 @@ class EngineCore:
 
     def _count(self, request: Request, reason: FinishReason | None) -> None:
         if request.prefix_len is not None:
-            return  # nothing is computed
+            return
         self.metrics.num_requests[reason or "handoff"] += 1
         if request.times.runs_since is not None:
             self.metrics.inference_time.observe(self.clock.monotonic() - request.times.runs_since)
-
-    # ------------------------------------------------------------- handoffs
 
     def on_handoff(self, event: HandoffEvent) -> None:
         if self.legs is not None:
@@ -230,14 +224,12 @@ class EngineCore:
                 case PagesReleased():
                     self.scheduler.release(request)
 
-    # ------------------------------------------------------------- one step
-
     def step(self) -> bool:
         """Returns False if there was nothing to compute."""
         now = self.clock.monotonic()
         self._expire_queues(now)
         if self.legs is not None:
-            # These requests block the queue.
+            # They block the queue.
             self._carry_out(self.legs.expire_recomputing(now))
             self.legs.start_receives()
         scheduled = self.scheduler.schedule()

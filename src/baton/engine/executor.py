@@ -28,7 +28,8 @@ from baton.wire import TokenLogprobs
 
 class Executor(Protocol):
     """When a call returns, its writes are visible to every process. A plan that raises has written only KV of its own
-    rows, so it may run again, whole or in parts."""
+    rows, so it may run again, whole or in parts.
+    """
 
     spec: PlanSpec
 
@@ -69,8 +70,6 @@ class TargetResult:
 
 
 class LocalExecutor:
-    """Runs plans in this process and thread."""
-
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
         self.spec = runner.spec
@@ -103,7 +102,7 @@ class LocalExecutor:
 
     @torch.inference_mode()
     def sample(self, plan: StepPlan, computed: TargetResult) -> StepResult:
-        """Only rank 0 chooses tokens."""
+        """The part of `execute` on rank 0 alone."""
         logits_NV, choices = computed.logits, computed.choices
         if choices is None:
             choices = plan.sample_rows if logits_NV is None else choose_tokens(logits_NV, plan.sampling)
@@ -112,7 +111,7 @@ class LocalExecutor:
         return result
 
     def _scored(self, plan: StepPlan, output: TargetOutput) -> Iterator[tuple[PromptLogprobRows, Tensor]]:
-        """Blocks of the rows to score, with logits [rows, V]: those of a whole prompt would take gigabytes."""
+        """Blocks of the rows to score, with logits [rows, V]: a whole prompt's would take gigabytes."""
         found = plan.scored
         for first in range(0, 0 if found is None else len(found.row), _SCORED_ROWS):
             assert found is not None
@@ -156,7 +155,9 @@ class LocalExecutor:
             self._settle()
 
     def _settle(self) -> None:
-        """Wait for the device: the core may declare pages final at once, and transports copy on their own streams."""
+        """Wait for the device: the core may declare pages final at once, and transports copy on streams of their
+        own.
+        """
         if self.runner.device.type == "cuda":
             torch.cuda.current_stream(self.runner.device).synchronize()
 

@@ -29,7 +29,7 @@ _IDS = "prompt_token_ids"
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One sample. `accepted`: accepted drafts per verification."""
+    """`accepted`: accepted drafts per verification."""
 
     index: int
     text: str
@@ -43,7 +43,8 @@ class CompletionOutput:
 @dataclass(slots=True)
 class RequestOutput:
     """All samples of one prompt. `prompt`: if it came as text. `prompt_logprobs`: per prompt token, None for the
-    first."""
+    first.
+    """
 
     request_id: str
     prompt: str | None
@@ -73,7 +74,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Free pool and weights. `metrics` stays."""
+        """Frees pool and weights; `metrics` stays."""
         self._engine.close()
 
     @property
@@ -83,7 +84,6 @@ class LLM:
         return core.metrics
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Parameters from the settings `generation_config` and `override_generation_config`."""
         defaults = self._engine.info.sampling_defaults
         params = SamplingParams(**defaults.given())
         if defaults.max_tokens is None:
@@ -106,11 +106,10 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """One conversation, or each of many. `chat_template`: Jinja text in place of the model's.
-        `chat_template_content_format`: whether the template gets the content of messages as one `string`, or as a list
-        of parts (`openai`); `auto` detects it.
+        `chat_template_content_format`: the template gets the content of messages as one `string`, or as a list of parts
+        (`openai`); `auto` detects it.
 
-        Raises `RequestError` for messages that the template refuses, `ConfigError` for a bad template or format, and as
-        `generate` does.
+        Raises `RequestError` for messages that the template refuses, `ConfigError`, and as `generate`.
         """
         chats: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         tokenizer = self._engine.tokenizer.with_templates(chat_template, chat_template_content_format)
@@ -197,7 +196,7 @@ class LLM:
         samples: Sequence[Sequence[ChoiceOutput]],
         complete: Callable[[], object],
     ) -> None:
-        """Calls `complete` after each prompt's last sample."""
+        """`complete`: called after each prompt's last sample."""
         core = self._engine.core
         left = Counter({result.request_id: len(outputs) for result, outputs in zip(results, samples, strict=True)})
         open_samples = {

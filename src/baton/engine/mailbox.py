@@ -1,4 +1,4 @@
-"""Items that other threads post to the engine's thread: calls, handoff events, and errors that end the engine."""
+"""Items that other threads post to the engine thread: calls, handoff events, and errors that end the engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Posted = Callable[[], None] | HandoffEvent | BatonError
 
 
 class Mailbox:
-    """The queue of one engine's thread, which sleeps here. `post`, `stop` and `busy_s` are for any thread."""
+    """The queue of the engine thread, which sleeps here. `post`, `stop` and `busy_s` are thread-safe."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.clock = clock or SystemClock()

@@ -13,7 +13,7 @@ from baton.histogram import SECONDS, Histogram
 from baton.openai.http.metrics import Row, counter, gauge, histogram
 from baton.wire import EngineLoad
 
-# The label values are vLLM's.
+# vLLM's label values.
 PromptSource = Literal["local_compute", "local_cache_hit", "external_kv_transfer"]
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 
@@ -62,7 +62,7 @@ class EngineMetrics:
             self.accepted_per_pos[position] += 1
 
     def prompt_came(self, num_tokens: int, num_cached: int, rest: PromptSource) -> None:
-        """Count prompt tokens by source of their KV: `num_cached` from the local cache, the others from `rest`."""
+        """`num_cached` are from the local cache, the others from `rest`."""
         self.prompt_sources["local_cache_hit"] += num_cached
         self.prompt_sources[rest] += num_tokens - num_cached
 
@@ -156,7 +156,6 @@ class EngineMetrics:
             yield "ticket", self.refused_tickets
 
 
-# By gauge: (field of `EngineLoad`, help).
 _GAUGES = {
     "num_requests_running": ("num_running", "Requests that hold pages and compute."),
     "num_requests_waiting": ("num_waiting", "Requests that wait for pages or slots."),

@@ -68,7 +68,8 @@ def allowed_tokens(
     scheduled: Sequence[ScheduledRows],
 ) -> tuple[dict[Request, Allowed | None], dict[Request, Exception]]:
     """The allowed tokens of each sampled request (None: all), and the requests that have none or whose grammar
-    failed."""
+    failed.
+    """
     allowed: dict[Request, Allowed | None] = {}
     refused: dict[Request, Exception] = {}
     for rows in scheduled:

@@ -56,8 +56,8 @@ class Request:
 
     `token_ids` holds prompt and output. Target KV is valid for [0, num_computed), drafter KV for [0, num_drafted).
     While decoding, `num_computed == len(token_ids) - 1`: the last token has no KV yet. A request that resumes with
-    known output (preemption, failover) prefills all tokens but the last, without sampling, so its drafts are those of
-    an uninterrupted run. A handoff moves [0, prefill_len).
+    known output (preemption, failover) prefills all tokens but the last, without sampling, so its drafts equal an
+    uninterrupted run's. A handoff moves [0, prefill_len).
     """
 
     def __init__(
@@ -123,7 +123,6 @@ class Request:
         return self._status
 
     def transition(self, status: RequestStatus) -> None:
-        """Raises `RuntimeError` for a transition that is not in `FOLLOWS`."""
         if status not in FOLLOWS[self._status]:
             raise RuntimeError(f"request {self.request_id!r} cannot be {status.name} after {self._status.name}")
         self._status = status
@@ -152,7 +151,8 @@ class Request:
 
     def allowed(self) -> Allowed | None:
         """The allowed tokens for the next position and after each draft; None: all. Raises `RequestError` if none
-        are."""
+        are.
+        """
         allowed = self._allowed(self.draft_ids)
         if allowed is not None and self.sampler.restricts and not allowed.bits.any(axis=1).all():
             field = "bad_words" if self.params.allowed_token_ids is None else "allowed_token_ids"
@@ -177,7 +177,7 @@ class Request:
         return self.num_computed < self.prefill_len
 
     def logprob_positions(self, start: int, stop: int) -> range:
-        """The prompt positions whose logprobs come from rows [start, stop): each gives the next token's."""
+        """The prompt positions whose logprobs come from rows [start, stop): each row gives the next token's."""
         return range(start + 1, min(stop + 1, len(self.prompt_logprobs)))
 
     def forget_computed(self) -> None:

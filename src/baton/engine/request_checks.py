@@ -29,8 +29,9 @@ log.addFilter(LogLimit())
 
 
 def make_request(engine: Engine, wire: GenerateRequest) -> Request:
-    """Raises `RequestError` with the parameter's name, `ForbiddenError` for an invalid ticket, `WrongEngineError` for
-    the ticket of another engine, and `IncompatiblePeerError` as `check_identity` does."""
+    """Raises `RequestError`, `ForbiddenError` for an invalid ticket, `WrongEngineError` for another engine's, and
+    `IncompatiblePeerError` as `check_identity`.
+    """
     info = engine.info
     params = wire.sampling_params.check(info.vocab_size)
     check_identity(wire, info)
@@ -78,7 +79,8 @@ def make_request(engine: Engine, wire: GenerateRequest) -> Request:
 
 def check_identity(wire: GenerateRequest, info: EngineInfo) -> None:
     """Raises `RequestError` for an adapter, and `IncompatiblePeerError` if this engine, perhaps restarted at the same
-    URL, would give other tokens or an earlier end than the router planned for."""
+    URL, would give other tokens or an earlier end than the router planned for.
+    """
     if wire.adapter is not None:
         raise RequestError("this engine has no LoRA adapters", "adapter")
     if wire.identity is None:
@@ -122,6 +124,6 @@ def _ticket(engine: Engine, wire: GenerateRequest) -> SignedTicket:
     except ProtocolError as error:
         log.warning("refused the ticket of a request: %s", error)
         if isinstance(error, WrongEngineError):
-            # The router does not know of a restart yet.
+            # The router may not know of a restart yet.
             raise
         raise ForbiddenError(str(error), "handoff") from None

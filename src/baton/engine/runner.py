@@ -1,4 +1,4 @@
-"""Runs target and drafter over the rows of a plan.
+"""Runs target and drafter over a plan's rows.
 
 Shapes: T rows of the step, R requests, E hidden size, F features per row, V vocabulary.
 """
@@ -64,7 +64,7 @@ class ModelRunner:
         self._head = FusedHead.of(model.whole_head()) if plain else None
 
     def release(self) -> None:
-        """Drop pages and weights: reference cycles may keep the runner alive."""
+        """Reference cycles may keep the runner alive."""
         for held in (self.kv, self._target_layers, self._draft_layers):
             held.clear()
         del self.model, self.drafter, self._head

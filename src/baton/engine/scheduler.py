@@ -17,13 +17,13 @@ from baton.kv.block_tables import BlockTables, Destination
 from baton.kv.cache import KVCache
 from baton.kv.interval import Interval
 
-# How many waiting prompts are looked at for short ones, beside a long one.
+# Waiting prompts searched for short ones, beside a long one.
 _LOOKED_AT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRows:
-    """Target rows [start, start + num_rows) of one request in one step."""
+    """Target rows [start, start + num_rows) of one request."""
 
     request: Request
     start: int
@@ -241,7 +241,7 @@ class Scheduler:
         self._recompute_first(request)
 
     def recompute(self, request: Request) -> None:
-        """A decode leg computes its prompt here, before requests that have not started."""
+        """Make a decode leg compute its prompt here, before requests that have not started."""
         self.remove(request)
         self._recompute_first(request)
 
@@ -256,7 +256,6 @@ class Scheduler:
         request.forget_computed()
 
     def quarantine(self, request: Request, wanted: Mapping[str, Interval]) -> BlockTables:
-        """As `KVCache.quarantine`."""
         request.forget_computed()
         return self.cache.quarantine(request.kv, wanted)
 
@@ -276,13 +275,12 @@ class Scheduler:
         return destination
 
     def commit_receive(self, request: Request) -> None:
-        """It runs from the next step on."""
         self.receiving.discard(request)
         request.transition(RequestStatus.RUNNING)
         self.running.append(request)
 
     def remove(self, request: Request) -> None:
-        """Its pages are not released."""
+        """Remove from all queues, without releasing pages."""
         if request in self.running:
             self.running.remove(request)
         for queue in (self.waiting, self.receive_queue):

@@ -1,7 +1,6 @@
-"""Computes one step: target forward, sampling, verification, drafts. Only the request that makes a step fail ends.
+"""Computes one step: target forward, sampling, verification, drafts. If a request makes a step fail, it alone ends.
 
-A request does not change before its tokens are chosen, so rows that fail together can run again, one request at a
-time.
+A request does not change before its tokens are chosen, so rows that fail together can run again, one request at a time.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from baton.errors import NonFiniteLogitsError, RequestError, refusal_text
 from baton.wire import TokenChunk, TokenLogprobs
 
 if TYPE_CHECKING:
-    # A step needs no torch.
     from baton.engine.executor import Executor
 
 log = logging.getLogger(__name__)
@@ -48,7 +46,7 @@ class DecodingLimits:
     rejection: bool = False
 
     def num_drafts(self, request: Request) -> int:
-        """Drafts and the token after them fit into the context."""
+        """Drafts and the token after them must fit into the context."""
         return min(self.num_speculative_tokens, self.max_model_len - len(request.token_ids) - 1)
 
 
@@ -61,7 +59,7 @@ class StepOutcome:
 
 
 class StepRunner:
-    """Runs the steps of one engine. `emit` gets each chunk, and whether it is the request's last."""
+    """`emit` gets each chunk, and whether it is the request's last."""
 
     def __init__(
         self,
@@ -78,7 +76,7 @@ class StepRunner:
         self.adaptive: AdaptiveDrafts | None = None  # None: every request gets the maximum number of drafts
         self.deferred: DeferredRows | None = None  # None: the drafter computes every row at once
         self.before_drafts: Callable[[], None] = lambda: None  # called if `emit` got a request's first token
-        # A drafter that reads only tokens computes a prompt's missing entries later, in rows of its own.
+        # A drafter that reads only tokens computes a prompt's missing entries later, in separate rows.
         self.drafts_from_tokens = {rules.module for rules in self.cache.rules.values()} - {0} == {None}
 
     def compute(self, scheduled: Sequence[ScheduledRows]) -> StepOutcome:
@@ -263,7 +261,7 @@ class StepRunner:
         )
 
     def _draft(self, draft_rows: Sequence[DraftRows]) -> dict[Request, Exception]:
-        """Rows that are run again after a failure write the same KV."""
+        """Rows that run again after a failure write the same KV."""
         if not draft_rows:
             return {}
         began = self.adaptive.timer() if self.adaptive is not None else 0.0
@@ -318,7 +316,8 @@ def _note_scores(
     scheduled: Sequence[ScheduledRows], scores: Iterable[TokenLogprobs | None]
 ) -> dict[Request, Exception]:
     """Store prompt logprobs. Returns the requests with non-finite logits. A recomputed prompt gets the same logprobs
-    again."""
+    again.
+    """
     left = iter(scores)
     failed: dict[Request, Exception] = {}
     for rows in scheduled:
@@ -333,7 +332,8 @@ def _note_scores(
 
 def _catch_up(late: Sequence[tuple[Request, int]], budget: int) -> list[DraftRows]:
     """Rows for requests that lack earlier drafter entries, in order, within the token budget. They get drafts once no
-    entry is missing."""
+    entry is missing.
+    """
     found: list[DraftRows] = []
     for request, num_drafts in late:
         start = request.num_drafted

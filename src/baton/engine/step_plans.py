@@ -1,7 +1,7 @@
 """The plans of one step, given by the core to an executor, and their results.
 
-Plans hold only arrays, numbers and strings, so they can be sent to other processes. A step has two: the drafter's rows
-depend on the accepted drafts, and clients get their tokens before the drafter runs.
+Plans hold only arrays, numbers and strings, to be sent to other processes. A step has two: the drafter's rows depend on
+accepted drafts, and clients get tokens before it runs.
 
 Shapes: T rows of R requests concatenated, N rows with logits, V vocabulary, F features per row.
 """
@@ -33,12 +33,11 @@ def _none() -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class PlanSpec:
-    """What the plans for an executor must contain."""
-
     target_groups: tuple[str, ...]  # groups with block tables
     draft_groups: tuple[str, ...]  # those of the drafter, and the target's that it reads
     state_groups: tuple[str, ...]  # the target's groups with state slots
     drafts: bool
+    # Like `StateSlots`, for the drafter. `DraftStates` (`engine/memory`) selects those of each forward.
     needs_contexts: bool  # the drafter takes all known tokens of a request
     num_modules: int = 1
     draft_state_groups: tuple[str, ...] = ()
@@ -135,7 +134,7 @@ class Sampling:
     repetition: FloatArray
     frequency: FloatArray
     presence: FloatArray
-    bias: TokenValues  # added to logits
+    bias: TokenValues
     masked: TokenValues  # -inf: must not be chosen
     allowed: Masks  # for rows with a grammar, allowed_token_ids or bad words
     counts: TokenValues  # for rows with penalties: how often each token of prompt and output occurs in the output

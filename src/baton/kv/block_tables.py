@@ -51,7 +51,7 @@ class BlockTables:
         return self.pages[group][0], self.scratch[group]
 
     def take(self) -> dict[str, list[int]]:
-        """All pages, for the caller to release."""
+        """Empties the tables: the caller releases the pages."""
         pages = self.pages
         self._clear()
         return pages

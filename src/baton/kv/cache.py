@@ -1,4 +1,4 @@
-"""The KV cache manager of one engine: pools, block tables, prefix hits, sliding windows, states, quarantine.
+"""One engine's KV cache manager: pools, block tables, prefix hits, sliding windows, states, quarantine.
 
 The scheduler counts in tokens, the pools in pages of their group's size. Not thread-safe: the engine thread owns it.
 """
@@ -41,7 +41,7 @@ class KVCache:
         checkpoint_tokens: int = CHECKPOINT_TOKENS,
     ) -> None:
         self.rules = {group.name: group.rules for group in groups}
-        # Token counts at which every group has only full pages.
+        # Token counts that fill whole pages in every group.
         self.whole_pages = math.lcm(*(group.page_size for group in groups))
         self.checkpoint_interval = -(-checkpoint_tokens // self.whole_pages) * self.whole_pages
         self._states = {
@@ -73,14 +73,12 @@ class KVCache:
     def _num_pages(self, group: str, num_tokens: int) -> int:
         return self.rules[group].num_pages(num_tokens + self.num_lookahead_slots, self.pools[group].page_size)
 
-    # ------------------------------------------------------------ pages of a request
-
     def attach(self, tables: BlockTables, tokens: Sequence[int], num_tokens: int, num_rows: int) -> int | None:
         """Attach a prefix hit to a request, and allocate pages for the next `num_rows` of its first `num_tokens`
         tokens.
 
-        Every group is trimmed to the common hit. At least one row is left to compute, for its logits or features.
-        Returns the hit in tokens, or None, without changes, if there are too few pages.
+        Trims every group to the common hit. At least one row is left to compute, for its logits or features. Returns
+        the hit in tokens, or None, without changes, if there are too few pages.
         """
         found = self.find(tables, tokens, num_tokens)
         common = min(hit.num_tokens for hit in found.values())
@@ -93,8 +91,9 @@ class KVCache:
         return None
 
     def find(self, tables: BlockTables, tokens: Sequence[int], num_tokens: int, spare: int = 0) -> dict[str, PrefixHit]:
-        """The prefix hits with which `attach` would start now. The shortest is common to all groups. `spare`: entries
-        of windows before those that the next query sees."""
+        """The prefix hits that `attach` would start with now. The shortest is common to all groups. `spare`: window
+        entries before what the next query sees.
+        """
         found = look_up(self.pools, tables, tokens, num_tokens - 1, spare)
         return agreed(self.pools, tables, tokens, found, spare)
 
@@ -103,9 +102,9 @@ class KVCache:
     ) -> Destination | None:
         """Allocate the destination pages of a handoff: for all `num_tokens` tokens and the next one.
 
-        `sent_groups`: the groups that the peer sends, None for all. Their hits may differ. Of the others, those whose
-        entries need the target's features get no hit and enter nothing into the prefix cache, because their missing
-        entries are never computed; those that need tokens only start at their common hit.
+        `sent_groups`: the groups that the peer sends, None for all. Their hits may differ. Other groups start at their
+        common hit if their entries need tokens only. If they need the target's features, missing entries are never
+        computed: they get no hit, and enter nothing into the prefix cache.
 
         Pages that the handoff writes are exclusive; pages before a window's first wanted entry are null. Returns None,
         without changes, if there are too few pages.
@@ -135,7 +134,7 @@ class KVCache:
     def _take(
         self, tables: BlockTables, found: Mapping[str, PrefixHit], hits: Mapping[str, int], num_tokens: int
     ) -> bool:
-        """Share the whole pages of the hits, copy partly hit pages, and allocate the rest, for all groups or for none.
+        """Share the hits' whole pages, copy partly hit ones, and allocate the rest, for all groups or for none.
 
         A checkpoint is copied like a partly hit page. If no slot is left for the copy and no request uses the
         checkpoint, it becomes the request's own state, so a hit never needs more slots than a miss.
@@ -172,8 +171,9 @@ class KVCache:
         return True
 
     def reserve(self, tables: BlockTables, num_tokens: int) -> bool:
-        """Extend every block table to `num_tokens` tokens and the lookahead slots. Returns False, without changes, if
-        there are too few pages."""
+        """Extend every block table to `num_tokens` tokens and the lookahead slots. False, without changes, if there are
+        too few pages.
+        """
         missing = {name: self._num_pages(name, num_tokens) - len(tables.pages[name]) for name in self.pools}
         if any(count > self.pools[name].num_available for name, count in missing.items()):
             return False
@@ -186,8 +186,8 @@ class KVCache:
     def plan_checkpoints(
         self, tables: BlockTables, tokens: Sequence[int], start: int, stop: int, owner: Owner = "target"
     ) -> None:
-        """Allocate slots for the checkpoints within rows [start, stop) of known tokens: at multiples of the interval,
-        and at the last whole pages if the known tokens end there. A drafter's rows are known at each step.
+        """Allocate slots for checkpoints within rows [start, stop) of known tokens: at multiples of the interval, and
+        at the last whole pages if the known tokens end there. A drafter's rows are always known.
 
         They take at most half of the slots that are free or hold older checkpoints (or the only one), latest first.
         """
@@ -251,8 +251,9 @@ class KVCache:
     def slide(
         self, tables: BlockTables, num_known: int, num_computed: int, num_drafted: int, first_drafted: int = 0
     ) -> None:
-        """Free the pages that no later query of a window sees. A drafter's pages begin with entry `first_drafted`.
-        Nobody else may be reading them: no prefix store, and no peer except those `offered`."""
+        """Free the pages that no later query of a window sees. A drafter's pages begin with entry `first_drafted`. No
+        prefix store may be reading them, nor any peer except those `offered`.
+        """
         for name in self._windowed:
             # Entries that are not final are computed again.
             next_query = self.num_final(name, num_known, num_computed, num_drafted)
@@ -261,8 +262,9 @@ class KVCache:
             self._free_before(tables, name, self.rules[name].first_needed(next_query))
 
     def offered(self, tables: BlockTables, num_tokens: int) -> dict[str, list[int]]:
-        """The block tables that a peer may read. Pages before the first that any peer can want are null, so a peer
-        never reads pages that a window frees."""
+        """The block tables that a peer may read. Earlier pages than any peer wants are null, so no peer reads pages
+        that a window frees.
+        """
         pages = dict(tables.pages)
         for name in self._windowed:
             first = self.rules[name].wanted(num_tokens, 0).start // self.pools[name].page_size
@@ -291,8 +293,6 @@ class KVCache:
     def _release_scratch(self, tables: BlockTables) -> None:
         for name, slots in tables.scratch.items():
             self.pools[name].release([*slots, *tables.checkpoints[name].values()])
-
-    # ------------------------------------------------------------ pages that a peer may still write
 
     def quarantine(self, tables: BlockTables, wanted: Mapping[str, Interval]) -> BlockTables:
         """Release a request's pages, but keep those from the first wanted token on out of use, in the tables

@@ -14,7 +14,7 @@ class Extents:
         self.num_pages = 0
         self._stops: dict[int, int] = {}  # by start
         self._starts: dict[int, int] = {}  # by stop
-        self._by_length: dict[int, dict[int, None]] = {}  # starts, the one free for longest first
+        self._by_length: dict[int, dict[int, None]] = {}  # starts, longest free first
         self._lengths: list[int] = []  # sorted
         self._insert(start, stop)
 
@@ -30,7 +30,9 @@ class Extents:
             self._merge(start, stop)
 
     def take(self, count: int, after: int | None = None) -> list[int]:
-        """Take at most `num_pages`: first the run right after the used page `after`, then as few runs as possible."""
+        """Take `count` pages, or all that are free: first the run right after the used page `after`, then as few runs
+        as possible.
+        """
         picked: list[int] = []
         if after is not None and after + 1 in self._stops:
             picked += self._cut(after + 1, count)
@@ -42,7 +44,6 @@ class Extents:
         return picked
 
     def _cut(self, start: int, count: int) -> range:
-        """Up to `count` pages from the front of a run."""
         stop = self._remove(start)
         end = min(start + count, stop)
         if end < stop:

@@ -27,7 +27,7 @@ BLOCK_MAJOR_NHD: tuple[Axis, ...] = ("page", "layer", "plane", "token", "head", 
 LAYER_MAJOR_NHD: tuple[Axis, ...] = ("layer", "plane", "page", "token", "head", "element")
 
 NULL_PAGE = 0
-# So that offsets, int64 sums of a few products, do not overflow.
+# Offsets, int64 sums of a few products, must not overflow.
 _MAX_BYTES = 1 << 60
 _MAX_COUNT = 1 << 16
 
@@ -91,7 +91,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return math.lcm(*(plane.tile for plane in self.planes))
 
     def check(self) -> Geometry:
-        """Returns self. Raises `ProtocolError` unless all elements lie in the region and none overlap."""
+        """Returns self. Raises `ProtocolError`."""
         need = self._need
         need(1 <= len(self.planes) <= MAX_PLANES, f"there must be 1 to {MAX_PLANES} planes")
         need(len({plane.name for plane in self.planes}) == len(self.planes), "names of planes must differ")

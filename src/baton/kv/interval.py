@@ -38,7 +38,7 @@ _End = Annotated[int, Meta(le=MAX_TOKENS)]
 class Interval(msgspec.Struct, frozen=True, array_like=True, order=True):
     """A range [start, stop) of token positions (or of page indices).
 
-    Raises `ProtocolError` for a negative start or a stop before the start.
+    Raises `ProtocolError`.
     """
 
     start: _End
@@ -80,8 +80,7 @@ ALL_LAYERS = Interval(0, MAX_TOKENS)
 class Rules:
     """`window`: the query at position i attends to keys j > i - window. `rate`: tokens per entry.
 
-    Raises `ProtocolError` if `window` or `rate` does not fit `kind`, and for states of a drafter that depends on later
-    tokens.
+    Raises `ProtocolError`, also for states of a drafter that depends on later tokens.
     """
 
     kind: Kind
@@ -98,7 +97,7 @@ class Rules:
         if self.module is not None and self.module < 0:
             raise ProtocolError(f"there is no module {self.module}")
         if self.reach and self.kind == "state":
-            # Its last inputs would be unverified drafts, and a state cannot drop a token that it has seen.
+            # Its last inputs would be unverified drafts, which a state cannot drop.
             raise ProtocolError("states of a drafter that depends on later tokens cannot be handed off")
 
     @property
@@ -107,12 +106,12 @@ class Rules:
         return self.module or 0
 
     def wanted(self, n: int, hit: int) -> Interval:
-        """The entries that D must receive for a prompt of `n` tokens when it holds the first `hit` entries.
+        """The entries that D must receive for `n` tokens when it holds the first `hit` entries.
 
         Entries that depend on the first output token always move, whatever the hit. A sliding window needs only what
         the next query attends to. A state moves whole or not at all.
 
-        Raises `ProtocolError` for a hit outside [0, n].
+        Raises `ProtocolError`.
         """
         _check(n)
         if not 0 <= hit <= n:
@@ -123,12 +122,12 @@ class Rules:
         return Interval(max(min(hit, alone), min(self.first_needed(seeded), alone)), seeded)
 
     def final(self, n: int, computed: int, *, seeded: bool = False) -> int:
-        """The number of leading entries that no later step will change, when `n` tokens are known.
+        """How many leading entries no later step changes, when `n` tokens are known.
 
         `computed`: the number of computed entries. `seeded`: the next token x_n is known and was used, which requires
         computed == n.
 
-        Raises `ProtocolError` for counts that contradict each other.
+        Raises `ProtocolError`.
         """
         if not 0 <= computed <= n or (seeded and computed != n):
             raise ProtocolError(f"{computed} of {n} tokens computed (seeded: {seeded}) is no state of a request")
@@ -141,7 +140,7 @@ class Rules:
         return num_tokens - num_tokens % self.rate
 
     def num_pages(self, num_tokens: int, page_size: int) -> int:
-        """Pages of `num_tokens` tokens; for a state group, slots."""
+        """Pages, or a state group's slots."""
         return min(num_tokens, 1) if self.kind == "state" else -(-num_tokens // page_size)
 
     def num_scratch(self, num_drafts: int) -> int:

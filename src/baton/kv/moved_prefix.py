@@ -1,4 +1,4 @@
-"""Prefixes that move from one engine's prefix cache into another's: the pages of both sides.
+"""Prefixes that move between engines' prefix caches: the pages of both sides.
 
 The source shares cached pages, so it never waits for any. The destination takes exclusive pages for whole pages of the
 prefix only, which become cached when all bytes are there. A drafter's last entries depend on known tokens too, because
@@ -19,7 +19,7 @@ from baton.kv.state_pool import StatePool
 from baton.kv.windows import WindowPool
 
 # How many entries of a window the source shares, if it has them, besides those that the next query sees. The
-# destination starts where all of its groups have whole pages, which is earlier, and its own page begins earlier still.
+# destination starts earlier, where all of its groups have whole pages, and its own page begins earlier still.
 SPARE_TOKENS = 256
 
 
@@ -117,7 +117,7 @@ def _part(cache: KVCache, name: str, tables: BlockTables, tokens: Sequence[int],
 
 
 def _whole_pages(pools: Iterable[PagePool], num_tokens: int) -> int:
-    """The end of the whole pages that all groups have of `num_tokens` tokens."""
+    """How many of `num_tokens` tokens are in whole pages of all groups."""
     return min(num_tokens // pool.page_size * pool.page_size for pool in pools)
 
 

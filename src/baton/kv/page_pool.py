@@ -2,8 +2,7 @@
 
 A page is in exactly one state: free, referenced (count >= 1), cached (count 0, content kept, evictable in LRU order) or
 quarantined (its request has ended, but a transport may still touch it). Page 0 is the null page and is never allocated.
-Allocation prefers runs of adjacent page ids, which the planner merges into one copy. Not thread-safe: the engine thread
-owns it.
+Allocation prefers runs of adjacent page ids, which the planner merges into one copy. Owned by the engine thread.
 """
 
 from __future__ import annotations
@@ -81,13 +80,12 @@ class PagePool:
         return len(self._evictable)
 
     def count_evictable(self, pages: Iterable[int]) -> int:
-        """How many of these `allocate` could evict."""
         return sum(page in self._evictable for page in pages)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
         """Take `count` exclusive pages in as few runs as possible, starting right after page `after` if that is free.
 
-        Raises `CapacityError`, without changes, if fewer than `count` are available.
+        Raises `CapacityError`, without changes.
         """
         if count > self.num_available:
             raise CapacityError(f"{count} pages wanted, {self.num_available} available")
@@ -152,7 +150,7 @@ class PagePool:
             self._received.add(page)
 
     def num_computed(self, pages: Sequence[int]) -> int:
-        """How many of these pages come before the first that was received or is missing."""
+        """How many pages come before the first received or missing one."""
         return next((i for i, page in enumerate(pages) if not page or page in self._received), len(pages))
 
     def forget(self, pages: Iterable[int]) -> None:

@@ -17,8 +17,9 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "floa
 
 
 class PlaneSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What every layer of a group keeps per token, or per state slot: `num_heads` x `head_dim` elements on this rank.
-    `cut`: as in `Plane`."""
+    """A layer's part per token, or per state slot: `num_heads` x `head_dim` elements on this rank. `cut`: as in
+    `Plane`.
+    """
 
     name: str
     dtype: str
@@ -43,12 +44,12 @@ def kv_planes(num_kv_heads: int, head_dim: int, dtype: str) -> Planes:
     return PlaneSpec("k", dtype, num_kv_heads, head_dim), PlaneSpec("v", dtype, num_kv_heads, head_dim)
 
 
-# The keys by which sparse attention chooses tokens.
+# The keys that sparse attention chooses tokens by.
 INDEX_PLANE = "index"
 
 
 def latent_planes(latent_dim: int, rope_dim: int, dtype: str, index_dim: int = 0) -> Planes:
-    """MLA's latent followed by the rope key, and the index key if any."""
+    """MLA's latent and rope key side by side, and the index key if any."""
     latent = PlaneSpec("latent", dtype, 1, latent_dim + rope_dim, "whole")
     return (latent, PlaneSpec(INDEX_PLANE, dtype, 1, index_dim, "whole")) if index_dim else (latent,)
 
@@ -117,5 +118,4 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one dense page over all its layers."""
         return self.num_layers * self.plane_offsets[-1]

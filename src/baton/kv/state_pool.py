@@ -2,8 +2,7 @@
 
 A state cannot be truncated, so a prefix hit needs a checkpoint, taken at multiples of `interval` tokens, and where the
 known tokens of a request end at a multiple of `step`, which the next such checkpoint of the request replaces. It
-occupies an ordinary slot, is found by the hash chain of the tokens before it, and is evicted when a request needs the
-slot.
+occupies a slot, is found by the hash chain of the tokens before it, and is evicted when a request needs the slot.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class StatePool(PagePool):
         return range(max(1, -(-start // self.interval)) * self.interval, stop, self.interval)
 
     def last(self, start: int, stop: int) -> list[int]:
-        """The last multiple of `step` in [start, stop), if there is one."""
+        """The last multiple of `step` in [start, stop), if any."""
         count = (stop - 1) // self.step * self.step
         return [count] if self.enable_caching and count >= max(start, 1) else []
 
@@ -42,8 +41,9 @@ class StatePool(PagePool):
         return slot is not None
 
     def enter(self, tokens: Sequence[int], num_tokens: int, slot: int, chain: Chain) -> None:
-        """Make `slot`, which is referenced and holds the state after the first `num_tokens` tokens, a checkpoint unless
-        one exists. `chain`: the known digests of the tokens; it is extended."""
+        """Make a referenced `slot`, with the state after the first `num_tokens` tokens, a checkpoint unless one exists.
+        `chain`: the known digests of the tokens; it is extended.
+        """
         own = self._digest(tokens, num_tokens // self.step, chain)
         if own not in self._by_hash and slot not in self._cached:
             self._enter(slot, own, own, ())

@@ -53,7 +53,6 @@ class WindowPool(PagePool):
 
 
 def page_pool(group: GroupSpec, num_pages: int, enable_caching: bool) -> PagePool:
-    """The pool of a group that keeps tokens in pages."""
     if group.window is not None:
         return WindowPool(num_pages, group.page_size, group.rules, enable_caching)
     return PagePool(num_pages, group.page_size, group.rules.reach, enable_caching)

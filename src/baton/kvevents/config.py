@@ -13,7 +13,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Where an engine publishes its KV events. Names and defaults are vLLM's, but `endpoint` is on loopback: the events
     contain the prompts' tokens.
 
-    - `endpoint`: of the PUB socket, which binds. Data-parallel rank r adds r to the port; `*`: a free port.
+    - `endpoint`: where the PUB socket binds. Data-parallel rank r adds r to the port; `*`: a free port.
     - `replay_endpoint`: of the ROUTER socket that repeats the last `buffer_steps` batches; None: there is none.
     - `hwm`: batches that wait for a slow subscriber. `max_queue_size`: events that wait to be published.
     """
@@ -29,7 +29,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @classmethod
     def parse(cls, value: str | dict[str, Any] | None) -> KVEventsConfig:
-        """Parse JSON, or a table of a file. Raises `ConfigError`."""
+        """Raises `ConfigError`."""
         try:
             config = (
                 msgspec.json.decode(value, type=cls) if isinstance(value, str) else msgspec.convert(value or {}, cls)

@@ -23,8 +23,7 @@ END_SEQUENCE = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
 MAX_BATCH_BYTES = 16 << 20
 
 
-class _Event(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """One change of a prefix cache."""
+class _Event(msgspec.Struct, omit_defaults=True, gc=False, tag=True): ...
 
 
 class BlockStored(_Event):
@@ -64,8 +63,7 @@ class BlockRemoved(_Event):
     ownership: str | None = None
 
 
-class AllBlocksCleared(_Event):
-    """The prefix cache is empty."""
+class AllBlocksCleared(_Event): ...
 
 
 class _StoredArray(msgspec.Struct, array_like=True, gc=False, tag="BlockStored"):
@@ -122,7 +120,7 @@ def encode_batch(batch: EventBatch) -> bytes:
 
 
 def decode_batch(payload: bytes) -> EventBatch:
-    """Takes either encoding. Raises `ProtocolError` if the batch is malformed or has unknown events."""
+    """Raises `ProtocolError`."""
     if len(payload) > MAX_BATCH_BYTES:
         raise ProtocolError(f"a batch of events has {len(payload)} bytes, more than {MAX_BATCH_BYTES}")
     try:
@@ -143,5 +141,5 @@ def _event(raw: msgspec.Raw) -> KVEvent:
 
 
 def salt_key(salt: str) -> str:
-    """Stands for a `cache_salt` in events. A reader cannot use the salt."""
+    """Stands for a `cache_salt` in events, whose readers cannot derive the salt."""
     return salted_root(salt).hex()

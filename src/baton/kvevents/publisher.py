@@ -1,7 +1,7 @@
 """Publishes an engine's KV events over ZeroMQ as vLLM does: a PUB socket, and a ROUTER socket that repeats batches.
 
-A message has the frames topic, sequence (8 bytes, big-endian, from 0) and payload. A replay is asked for with the
-first sequence wanted, answered with messages of the same frames, and ended by sequence -1 with an empty payload.
+A message has the frames topic, sequence (8 bytes, big-endian, from 0) and payload. A replay is requested with its first
+sequence, answered with messages of the same frames, and ended by sequence -1 with an empty payload.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ _KINDS = {
     "state": "mamba",
 }
 _LINGER_MS = 200
-# Of a subscription, or the start of a replay.
 _MAX_ASK_BYTES = 4096
 # For one batch: an engine step enters the blocks of many requests.
 _GATHER_S = 0.002
@@ -47,7 +46,7 @@ class EventPublisher:
     """Publishes what `recorder` records. `rank`: the engine's data-parallel rank. `port`, `replay_port`: 0 without a
     socket.
 
-    Raises `ConfigError` if an endpoint cannot be bound.
+    Raises `ConfigError`.
     """
 
     def __init__(self, config: KVEventsConfig, rank: int | None = None) -> None:
@@ -125,7 +124,7 @@ class EventPublisher:
             logger.warning("a malformed request for KV events is ignored")
             return
         client, start = frames[0], int.from_bytes(frames[2], "big", signed=True)
-        # A slow client loses its replay, and no event of others.
+        # A slow client loses only its own replay.
         with contextlib.suppress(zmq.ZMQError):
             for sequence, payload in self._buffer:
                 if sequence >= start:
@@ -139,7 +138,7 @@ def _frame(sequence: int) -> bytes:
 
 
 def _bind(socket: zmq.Socket[bytes], endpoint: str, name: str) -> int:
-    """Returns the port; 0 if there is none."""
+    """Returns the port; 0 if none."""
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:

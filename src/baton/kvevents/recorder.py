@@ -91,7 +91,7 @@ class EventRecorder:
 
 
 def _told(digest: bytes) -> int:
-    """The form in which vLLM publishes hashes by default: consumers such as Dynamo's take no bytes."""
+    """vLLM's default form of hashes: consumers such as Dynamo's take no bytes."""
     return int.from_bytes(digest, "big") & _HASH_MASK
 
 

@@ -1,4 +1,4 @@
-"""KV of prompts in a `FileStore`, which outlives engines and is shared by all engines of a model.
+"""Keeps KV of prompts in a `FileStore`, which outlives engines and is shared by all engines of a model.
 
 An entry holds the pages of one span (about `SPAN_TOKENS` tokens) in every group, including the drafter's, under a key
 over the model and all tokens that they depend on. Pages that are found enter the prefix cache before the request is
@@ -72,7 +72,6 @@ class PrefixStore:
         self._post, self._on_failure = post, on_failure
 
     def close(self) -> None:
-        """Finish pending writes, and stop."""
         self._readers.shutdown(cancel_futures=True)
         self._writer.shutdown()
         self._kv = {}
@@ -98,7 +97,7 @@ class PrefixStore:
         return True
 
     def save(self, request: PrefixRequest, num_final: int) -> None:
-        """Write those of the entries [0, `num_final`) that the store lacks. Their pages stay in use until then."""
+        """Write the entries in [0, `num_final`) that the store lacks. Their pages stay in use until then."""
         if request.is_salted:
             return
         num = min(num_final // self._span, self._num_spans(len(request.token_ids)))
@@ -178,7 +177,7 @@ class PrefixStore:
     # ------------------------------------------------------------ threads of the store
 
     def _keys(self, tokens: Sequence[int], num: int) -> Iterator[str]:
-        """Keys of the first `num` spans. Each also covers all earlier tokens."""
+        """Keys of the first `num` spans, each also over all earlier tokens."""
         key = self._model
         for start in range(0, num * self._span, self._span):
             key = content_key(key, tokens[start : start + self._span + self._reach])

@@ -57,13 +57,13 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class FileStore:
-    """A store for any thread of any number of processes."""
+    """A store that any number of threads and processes may use at once."""
 
     def __init__(self, directory: str | Path, max_bytes: int = 8 << 30) -> None:
-        """Create the directory, for this user alone, if missing; `~` is expanded. `max_bytes` bounds all entries
-        together; each further process that writes may exceed it by a 32nd.
+        """Creates a missing directory for this user alone; expands `~`. `max_bytes` bounds all entries together; each
+        further writing process may exceed it by a 32nd.
 
-        Raises `ConfigError` if it cannot be used, is another user's, or others may write to it.
+        Raises `ConfigError`, also if another user owns it or may write to it.
         """
         self.max_bytes = max_bytes
         if max_bytes < 1:
@@ -81,7 +81,7 @@ class FileStore:
     def put(self, tensors: Mapping[str, ByteArray], about: Mapping[str, str] | None = None, key: str = "") -> str:
         """Store uint8 arrays `[bytes]`. Returns the key: `key`, or by default the digest of the content.
 
-        Raises `TransportError` if the store cannot hold them or cannot be written to.
+        Raises `TransportError`.
         """
         if key and self.use(key):
             return key
@@ -107,10 +107,8 @@ class FileStore:
         return key or found
 
     def get(self, key: str) -> Entry | None:
-        """The entry of `key`, or None.
-
-        Raises `TransportError` for a damaged entry, which is removed so that it can be put again, and for an
-        unreadable one, which stays.
+        """Raises `TransportError` for an unreadable entry, and for a damaged one after removing it, so that it can be
+        put again.
         """
         path = self._path(key)
         try:
@@ -128,14 +126,14 @@ class FileStore:
         return entry
 
     def use(self, key: str) -> bool:
-        """Mark an entry as just used. Returns False if there is none."""
+        """Mark an entry as just used. False if none."""
         return self._touch(self._path(key))
 
     def remove(self, key: str) -> None:
         self._path(key).unlink(missing_ok=True)
 
     def keys(self) -> list[str]:
-        """All keys, least recently used first."""
+        """Least recently used first."""
         return [path.name for _, _, path in self._entries()]
 
     def _path(self, key: str) -> Path:
@@ -152,7 +150,7 @@ class FileStore:
 
     def _read(self, path: Path) -> bytes | None:
         try:
-            # Without O_NONBLOCK a pipe in place of the file would block for good.
+            # Without O_NONBLOCK, a pipe in place of the file would block forever.
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
@@ -160,7 +158,7 @@ class FileStore:
             if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
                 raise ValueError(error.strerror) from error
             raise
-        # `open` does not close the descriptor if it refuses it, as it does a directory's.
+        # `open` leaves a descriptor open that it refuses, such as a directory's.
         with _closing(fd):
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode) or status.st_size > self.max_bytes:
@@ -244,7 +242,7 @@ def _feed(state: hashlib.blake2b, data: bytes | memoryview) -> None:
 
 
 def _decode(data: bytes) -> Entry:
-    """Raises `ValueError` unless `data` is whole and unaltered."""
+    """Raises `ValueError`."""
     deserialize: Any = safetensors.deserialize  # not annotated in the library
     try:
         parts = deserialize(data)

@@ -10,7 +10,7 @@ def started_executor(threads: int, name: str) -> ThreadPoolExecutor:
     """`submit` would start them otherwise, and raise if the system has no more: then the call stays in the queue, and
     would run after its caller has given it up.
 
-    Raises `RuntimeError` if a thread cannot be started.
+    Raises `RuntimeError`.
     """
     executor = ThreadPoolExecutor(threads, thread_name_prefix=name)
     together = threading.Barrier(threads + 1)

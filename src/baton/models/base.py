@@ -45,7 +45,7 @@ class Decoder(nn.Module):
 
     @functools.cached_property
     def fused(self) -> FusedLayers | None:
-        """Of the filled layers."""
+        """The filled layers for one kernel call; None if ranks or stages share them."""
         alone = self._stage.count == 1 and self._build.ranks.size == 1
         return FusedLayers.of(self.layers.values(), self._rotary_of) if alone else None
 
@@ -122,7 +122,7 @@ class Decoder(nn.Module):
         return {}
 
     def _receive(self, num_rows: int, aux_layers: Sequence[int], source: int, seen: dict[int, Tensor]) -> Tensor:
-        """The residual stream; auxiliary states so far go into `seen`."""
+        """The residual stream; `seen` gets the auxiliary states so far."""
         shape = 1 + len(aux_layers), num_rows, self.stream_size
         got = torch.empty(shape, dtype=self._build.dtype, device=self._build.device)
         self._stage.receive(got, source)
@@ -176,7 +176,7 @@ class CausalLM(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def parse_config(cls, raw: RawConfig) -> ModelConfig:
-        """Raises `CheckpointError` naming the field that is missing or not supported."""
+        """Raises `CheckpointError` naming the field."""
 
     def kv_layer(self, config: ModelConfig, layer_id: int) -> LayerSpec:
         return KVLayerSpec(config.num_kv_heads, config.head_dim, config.windows[layer_id])
@@ -194,7 +194,7 @@ class CausalLM(nn.Module, ABC):
         return dataclasses.replace(config, num_layers=num_modules, windows=windows, layer_ropes=ropes, moe=moe)
 
     def stored_name(self, name: str) -> str | None:
-        """The model's name of a checkpoint's tensor; None: not loaded."""
+        """The model's name of a stored tensor; None: not loaded."""
         is_tied = name == "lm_head.weight" and self.config.tie_word_embeddings
         return None if is_tied or name.endswith("rotary_emb.inv_freq") else name
 
@@ -219,7 +219,7 @@ class CausalLM(nn.Module, ABC):
         return self.project(hidden_TE).float()
 
     def whole_head(self) -> Linear | None:
-        """None if it is on another stage, or each rank has a part."""
+        """None on other stages, or if each rank has a part."""
         return self.lm_head if self.build.ranks.stage.index == 0 and not self._is_cut else None
 
     def project(self, hidden_TE: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Read a decoder's `config.json` into typed values.
+"""Reads a decoder's `config.json` into typed values.
 
 A missing, mistyped or unsupported value raises a `CheckpointError` that names the field, so a checkpoint that cannot be
 computed faithfully never loads. Defaults are Hugging Face's.
@@ -30,7 +30,7 @@ _OF_ATTENTION = {
 }
 
 
-# The required and the optional parameters of each type of rotary embedding.
+# Required and optional parameters of each type of rotary embedding.
 _ROPE_PARAMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -63,8 +63,8 @@ class RopeSpec:
 class ModelConfig:
     """A pre-norm decoder with grouped-query attention and a SwiGLU MLP.
 
-    `windows`: each layer's sliding window in tokens, None for full attention. `rotary_dim`: the leading dimensions of a
-    head that are rotated, None for all. `layer_ropes`, `layer_rotary_dims`: by layer, empty if all have `rope` and
+    `windows`: each layer's sliding window in tokens, None for full attention. `rotary_dim`: the rotated leading
+    dimensions of a head, None for all. `layer_ropes`, `layer_rotary_dims`: by layer, empty if all have `rope` and
     `rotary_dim`. `attention_multiplier`: the scale of attention scores, None for head_dim^-0.5. `has_sinks`: each head
     has an extra logit in the softmax. `norm_offset` None: norms round to the model's dtype, then multiply by the
     weight; else they multiply by weight + offset in float32, then round. `moe` replaces some layers' MLP, `latent`
@@ -115,7 +115,7 @@ def get_int(raw: RawConfig, name: str, default: int | None = None, minimum: int 
 
 
 def get_float(raw: RawConfig, name: str, default: float | None = None) -> float:
-    """Raises `CheckpointError` unless the number is positive."""
+    """Raises `CheckpointError` unless positive."""
     value = raw.get(name)
     if value is None:
         value = default
@@ -136,7 +136,7 @@ def get_bool(raw: RawConfig, name: str, default: bool = False) -> bool:
 
 
 def get_rope(raw: RawConfig, max_position: int) -> RopeSpec:
-    """Read the old fields (`rope_theta`, `rope_scaling`) or the new one (`rope_parameters`)."""
+    """From the old fields (`rope_theta`, `rope_scaling`) or the new one (`rope_parameters`)."""
     return read_rope(rope_section(raw), raw, max_position)
 
 
@@ -186,7 +186,7 @@ def read_rope(section: RawConfig, raw: RawConfig, max_position: int, theta_defau
             )
         params[name] = float(value)
     if "original_max_position_embeddings" in optional:
-        # As in transformers, the top-level field takes precedence.
+        # The top-level field takes precedence, as in transformers.
         where = raw if raw.get("original_max_position_embeddings") is not None else section
         original = get_int(where, "original_max_position_embeddings", max_position)
         params["original_max_position_embeddings"] = float(original)
@@ -201,8 +201,9 @@ def read_rope(section: RawConfig, raw: RawConfig, max_position: int, theta_defau
 
 
 def context_length(rope: RopeSpec, max_position: int) -> int:
-    """As in vLLM, linear scaling multiplies `max_position_embeddings`. With YaRN that is the result or, in Qwen's
-    guides, still the original length."""
+    """Linear scaling multiplies `max_position_embeddings`, as in vLLM. With YaRN that field is the result or, in Qwen's
+    guides, still the original length.
+    """
     if rope.kind not in ("linear", "yarn"):
         return max_position
     trained = rope.params.get("original_max_position_embeddings", max_position)
@@ -219,7 +220,7 @@ def get_rotary_dim(raw: RawConfig, head_dim: int, default_factor: float) -> int:
 
 
 def layer_windows(raw: RawConfig, num_layers: int) -> tuple[int | None, ...]:
-    """Read Qwen's fields: `use_sliding_window`, and `layer_types` or `max_window_layers`."""
+    """From Qwen's fields: `use_sliding_window`, and `layer_types` or `max_window_layers`."""
     window = get_int(raw, "sliding_window", 4096) if get_bool(raw, "use_sliding_window") else None
     if raw.get("layer_types") is None:
         first = get_int(raw, "max_window_layers", 28, minimum=0)
@@ -231,7 +232,7 @@ def layer_windows(raw: RawConfig, num_layers: int) -> tuple[int | None, ...]:
 
 
 def sliding_layers(types: object, num_layers: int) -> tuple[bool, ...]:
-    """Which layers have a window, from `layer_types`. Raises `CheckpointError` for other types."""
+    """Layers with a window, from `layer_types`. Raises `CheckpointError` for other types."""
     known = ("full_attention", "sliding_attention")
     if not isinstance(types, list) or len(types) != num_layers or any(kind not in known for kind in types):
         raise CheckpointError(f"config.json: layer_types must be {num_layers} of {' or '.join(known)}, got {types!r}")
@@ -245,11 +246,11 @@ def decoder_fields(
     partial_rotary_default: float | None = None,
     activation: tuple[str, str] = ("hidden_act", "silu"),
 ) -> dict[str, Any]:
-    """The fields common to all decoders, as keyword arguments of `ModelConfig`. Raises `CheckpointError`.
+    """Fields of all decoders, as keyword arguments of `ModelConfig`. Raises `CheckpointError`.
 
     `head_dim_default` None: hidden size / heads. `partial_rotary_default` None: only whole heads can be rotated.
-    `activation`: the field's name and its only supported value. `windows` is full attention everywhere; an
-    architecture with sliding windows replaces it.
+    `activation`: the field's name and its only supported value. `windows` is full attention everywhere; an architecture
+    with sliding windows replaces it.
     """
     for name, ordinary in _OF_ATTENTION.items():
         if raw.get(name) not in (None, ordinary):

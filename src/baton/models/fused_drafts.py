@@ -27,8 +27,9 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class DraftPass:
-    """`sources`: of a later pass, each row's sampled row in the pass before it; None: the same number. `noises`: as
-    `drafters.base.DraftNoise`."""
+    """`sources`: in a later pass, each row's sampled row in the pass before; None: the same number. `noises`: as
+    `drafters.base.DraftNoise`.
+    """
 
     regions: KVRegions
     positions: Int64  # [T]
@@ -68,7 +69,7 @@ class FusedDrafts:
 
     @classmethod
     def of(cls, layers: FusedLayers | None, rotary: Rotary, head: DraftHead) -> FusedDrafts | None:
-        """None if a part has another kind."""
+        """None for parts of another kind."""
         norm, lm_head, embedding = head.norm, head.lm_head, head.embedding
         linears = [lm_head, head.fc] if head.fc is not None else [lm_head]
         if layers is None or any(one.in_place() is None for one in linears) or lm_head.in_features != layers.hidden:
@@ -83,8 +84,9 @@ class FusedDrafts:
         return self._layers.regions(num_rows, cache) if match else None
 
     def run(self, ids: Int64, features_TF: Tensor, passes: Sequence[DraftPass]) -> list[Int64]:
-        """The chosen target ids of each pass, [N]. `ids` [T] and features, contiguous, are those of the first one's
-        rows. Raises `BatonError` for a slot in the null page or outside the page table."""
+        """The chosen target ids of each pass, [N]. `ids` [T] and features, contiguous, are of the first pass's rows.
+        Raises `BatonError` for a bad slot.
+        """
         work = self._layers.take_work(max(len(one.positions) for one in passes))
         fields = np.tile(work.fields, (len(passes), 1))
         rotary = rotary_tables([self._rotary], max(int(one.positions.max()) for one in passes))

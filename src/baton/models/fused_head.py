@@ -40,7 +40,8 @@ class FusedHead:
 
     def likeliest(self, hidden_NE: Tensor) -> npt.NDArray[np.int64] | None:
         """The argmax token of each contiguous row, the first of equal ones; -1 if some logits are not finite. None:
-        compute logits instead."""
+        compute logits instead.
+        """
         num_rows = len(hidden_NE)
         if not 0 < num_rows <= MAX_ROWS or not self._lm_head.few_rows_match():
             return None

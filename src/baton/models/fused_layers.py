@@ -100,7 +100,8 @@ class FusedLayers:
 
     def run(self, x: Tensor, rotaries: Sequence[Rotary], regions: KVRegions, kept: Mapping[int, Tensor]) -> None:
         """Replaces contiguous rows x [T, E] by the last layer's output. `kept`: tensors [T, E] that get the input of
-        these layers. Raises `BatonError` for a slot in the null page or outside the page table."""
+        these layers. Raises `BatonError` for a bad slot.
+        """
         work = self.take_work(len(x))
         fields = work.fields.copy()
         features = self._no_features.copy()

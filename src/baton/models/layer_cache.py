@@ -30,7 +30,8 @@ class KVLayerSpec:
 @dataclass(frozen=True, slots=True)
 class LatentLayerSpec:
     """One layer of latent attention (DeepSeek-V2, 2024): one latent and one rope key per token, for all heads.
-    `index_dim`: size of the key by which sparse attention chooses tokens, 0 without."""
+    `index_dim`: size of sparse attention's index keys, 0 without.
+    """
 
     latent_dim: int
     rope_dim: int
@@ -56,14 +57,14 @@ class StateLayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class SharedLayerSpec:
-    """A layer that keeps nothing: it attends to the keys and values of layer `source`, before it."""
+    """A layer without KV: it attends to the keys and values of the earlier layer `source`."""
 
     source: int
 
 
 @dataclass(frozen=True, slots=True)
 class EmptyLayerSpec:
-    """A layer that keeps nothing, such as one of an MLP alone."""
+    """A layer without KV, such as an MLP alone."""
 
 
 # Planes of a layer with compressed entries: a token's row, the inputs of entries, an entry, an entry's index key.
@@ -73,7 +74,8 @@ TOKEN, OPEN, ENTRY, INDEX = "token", "open", "entry", "index"
 @dataclass(frozen=True, slots=True)
 class TokenPart:
     """A part of a layer's cache: numbers per plane of each of the last `window` tokens (None: of all), or of each
-    `rate` tokens together, an entry that exists once its last token does. The same on all tensor ranks."""
+    `rate` tokens together, an entry that exists once its last token does. The same on all tensor ranks.
+    """
 
     planes: tuple[tuple[str, int], ...]
     window: int | None = None
@@ -82,7 +84,7 @@ class TokenPart:
 
 @dataclass(frozen=True, slots=True)
 class PartsLayerSpec:
-    """Each part is in a group of its own."""
+    """Each part has its own group."""
 
     parts: tuple[TokenPart, ...]
 
@@ -210,7 +212,8 @@ class Compress(Protocol):
 class Compressed:
     """The compressed part of a layer (DeepSeek-V4, 2026): an entry for each `rate` tokens, made by `compress` from the
     open plane's rows `open_TO` of these tokens and of the `overlap` before them. With `index` a row attends to the best
-    entries only, else to all complete ones."""
+    entries only, else to all complete ones.
+    """
 
     rate: int
     overlap: int
@@ -221,8 +224,9 @@ class Compressed:
 
 @dataclass(frozen=True, slots=True)
 class WindowRows:
-    """A layer's rows for attention to one key per token, which is its value too: q [T, H, D], kept [T, D]. The row at
-    position i sees the tokens j with i - window < j <= i, and the entries of `compressed`. `sinks_H`: as `Attend`."""
+    """A layer's rows for attention to one key per token that is also its value: q [T, H, D], kept [T, D]. The row at
+    position i sees the tokens j with i - window < j <= i, and the entries of `compressed`. `sinks_H`: as `Attend`.
+    """
 
     q_THD: Tensor
     kept_TD: Tensor
@@ -240,11 +244,11 @@ class LayerCache(Attend, Protocol):
     def write(self, layer_id: int, k_TGD: Tensor, v_TGD: Tensor) -> None: ...
 
     def attend_kept(self, layer_id: int, q_THD: Tensor, scale: float, window: int | None) -> Tensor:
-        """Attend without writing: for layers without keys and values of their own. `window`: as `KVLayerSpec`."""
+        """Attend without writing: for layers without own KV. `window`: as `KVLayerSpec`."""
         ...
 
     def choose(self, layer_id: int, rows: IndexRows) -> None:
-        """Write the rows' index keys, then set `chosen`. The same layer's `attend_latent` comes after it."""
+        """Write the rows' index keys, then set `chosen`. Precedes the same layer's `attend_latent`."""
         ...
 
     def attend_latent(
@@ -270,5 +274,5 @@ class LayerCache(Attend, Protocol):
         ...
 
     def scan(self, layer_id: int, recurrence: Recurrence) -> Tensor:
-        """Returns the output of `recurrence`, and writes the states."""
+        """Return the output of `recurrence`, and write the states."""
         ...

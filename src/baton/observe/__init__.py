@@ -1,1 +1,1 @@
-"""What operators see of a deployment: acceptance and its alarms, requests and their timelines."""
+"""Observability for operators: acceptance and its alarms, requests and their timelines."""

@@ -1,11 +1,11 @@
 """Alarms on acceptance: engines whose drafts are accepted far less often than others', by more than chance.
 
 A decode engine has one drafter, so its own drafts are judged over all routes, against the last requests of the same
-route on other engines. The effect of a handoff is judged by engine pair: the first verification, which is of the
-prefill engine's drafts, and the later ones.
+route on other engines. The effect of a handoff is judged by engine pair: the first verification (of the prefill
+engine's drafts) and the later ones.
 
-An alarm means less than half of the acceptance elsewhere: engines get different prompts, which explain less. For
-handed-off requests the prefill engine's drafts tell how hard the prompt is, so that smaller falls are found.
+An alarm means less than half of the acceptance elsewhere, a fall that different prompts do not explain. For handed-off
+requests the prefill engine's drafts tell how hard the prompt is, so smaller falls are found.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ _OF_PAIR: tuple[tuple[Part, Reference], ...] = (
 
 
 class _Judged(NamedTuple):
-    """One request: the acceptance that was observed and that was expected, for the operator; and an observation in
-    [0, 1] whose mean is at least `limit` without a fault."""
+    """One request: observed and expected acceptance, for the operator; and an observation in [0, 1] whose mean is at
+    least `limit` without a fault.
+    """
 
     observed: float
     expected: float
@@ -54,7 +55,7 @@ class _Judged(NamedTuple):
 
     @classmethod
     def by_prefill(cls, pair: DraftPair, ratio: float, least: float) -> _Judged:
-        """The mean of `later - bound * first` is at least 0, whatever the prompts."""
+        """Without a fault, the mean of `later - bound * first` is at least 0, whatever the prompts."""
         bound = EXPECTED_SHARE * least
         tested, limit = (pair.later - bound * pair.first + bound) / (1.0 + bound), bound / (1.0 + bound)
         return cls(pair.later, ratio * pair.first, tested, limit)
@@ -138,7 +139,7 @@ class AcceptanceAlarms:
         self._num_requests = 0
 
     def observe(self, request: RequestAcceptance) -> None:
-        """Add a request that ran on one route from beginning to end."""
+        """Add a request that ran on one route."""
         self._num_requests += 1
         group, sample = request.group, Sample.of(request, self._num_requests)
         pair = DraftPair.of(request)
@@ -159,7 +160,6 @@ class AcceptanceAlarms:
         ]
 
     def num_comparisons(self) -> int:
-        """The comparisons that could have raised an alarm."""
         return sum(one.num_compared for comparisons in self._watched.values() for one in comparisons)
 
     def _compare(self, subject: Subject, sample: Sample, pair: DraftPair | None) -> None:
@@ -180,7 +180,7 @@ class AcceptanceAlarms:
     def _judge(
         self, comparison: _Comparison, subject: Subject, sample: Sample, pair: DraftPair | None
     ) -> _Judged | None:
-        """None if the request has no such part, or nothing to compare it with."""
+        """None if the request lacks the part, or something to compare it with."""
         if comparison.reference == "prefill_drafts":
             ratio = None if pair is None else self._expected.ratio(without=subject.decode)
             return None if pair is None or ratio is None else _Judged.by_prefill(pair, *ratio)

@@ -16,9 +16,10 @@ _NOISE = 1.1
 
 
 class DraftPair(NamedTuple):
-    """Of one handed-off request, the share of accepted drafts, in [0, 1]: in its first verification, of the prefill
-    engine's drafts, and the mean of the later ones, of the decode engine's. Later verifications with fewer positions
-    than the first are left out, as the last one often is."""
+    """One handed-off request's shares of accepted drafts, in [0, 1]: in its first verification, of the prefill engine's
+    drafts, and the mean of the later ones, of the decode engine's. Later verifications with fewer positions than the
+    first, often the last one, are left out.
+    """
 
     first: float
     later: float

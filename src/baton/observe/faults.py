@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from baton.observe.recent import RecentRequests
 
-# Of the routes in `decisions`.
+# By route in `decisions`.
 REASONS = {
     "handed_off": "prefill and decode engines were there, and the prompt was worth a handoff",
     "short": "the prompt was short",
@@ -21,7 +21,7 @@ REASONS = {
     "resumed": "they were resumed",
     "scored": "prompt logprobs need one engine",
 }
-# Shares of KV in use from which an engine is full: without, and with requests that wait for it.
+# Shares of KV in use that make an engine full: without, and with requests that wait for it.
 _FULL, _FULL_WITH_WAITING = 0.9, 0.5
 _MIN_ROUTES = 20
 _LAST_ENDED, _MIN_FAILED = 20, 5

@@ -16,7 +16,6 @@ class TokenPace:
         self._least = least
         self.num_measured = 0
         self.num_passed_over = 0
-        # Weighted means of tokens, seconds, their squares and products.
         self._tokens = self._seconds = self._squares = self._products = 0.0
 
     def measure(self, seconds: float, num_tokens: int) -> None:
@@ -32,7 +31,6 @@ class TokenPace:
 
     @property
     def per_token(self) -> float | None:
-        """Seconds per further token."""
         line = self._line()
         return None if line is None else line[1]
 

@@ -77,7 +77,7 @@ class LatencySeries:
 
 
 class RecentRequests:
-    """One router's requests, for an operator. It keeps neither prompts nor answers."""
+    """One router's requests, without prompts and answers."""
 
     def __init__(self) -> None:
         self._running: dict[int, RequestTimeline] = {}
@@ -107,7 +107,7 @@ class RecentRequests:
             (self._handed_off if request.route == HANDED_OFF else self._local).observe(request.ended, request)
 
     def find(self, wanted: str) -> list[RequestTimeline]:
-        """Requests with this id, of one choice or of all, or with this `X-Request-Id`; newest first."""
+        """By id of a choice or of all choices, or by `X-Request-Id`; newest first."""
         return [one for one in self._newest() if wanted in (one.id, one.id.rpartition("-")[0], one.http_id)]
 
     def handoff_and_token_s(self, now: float) -> tuple[float, float] | None:
@@ -119,13 +119,12 @@ class RecentRequests:
         )
 
     def last_failed(self, count: int) -> tuple[list[RequestTimeline], int]:
-        """The failed ones among the last `count` requests that ended, newest first; and the number of requests looked
-        at."""
+        """The failed ones among the last `count` ended requests, newest first; and how many were looked at."""
         last = [one for one, _ in zip(reversed(self._ended.values()), range(count), strict=False)]
         return [one for one in last if one.error], len(last)
 
     def ended(self) -> Iterable[RequestTimeline]:
-        """The last requests that ended, oldest first."""
+        """Oldest first."""
         return self._ended.values()
 
     def stages(self) -> dict[str, int]:

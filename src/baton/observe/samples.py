@@ -94,7 +94,7 @@ class SamplePool:
             self._count(self._samples.popleft(), -1)
 
     def forget(self, number: int) -> None:
-        """Forget requests older than the last `LIFE`. `number`: of the newest."""
+        """Forget all but the last `LIFE` requests. `number`: of the newest."""
         while self._samples and self._samples[0].number < number - LIFE:
             self._count(self._samples.popleft(), -1)
 

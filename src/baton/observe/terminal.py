@@ -21,7 +21,7 @@ def status_text(state: Mapping[str, Any]) -> str:
 
 
 def fit_to_terminal(text: str, columns: int, lines: int) -> str:
-    """The text, cut to a terminal's size. Alarms are wrapped, since their ends name the fault."""
+    """Alarms are wrapped, since their ends name the fault; other lines are cut."""
     rows = [
         row
         for line in text.splitlines()
@@ -76,7 +76,6 @@ def _routes(state: Mapping[str, Any]) -> str:
 
 
 def _acceptance(state: Mapping[str, Any]) -> Iterable[str]:
-    """By route and engines, the share of accepted drafts at each position."""
     rows = [("acceptance by position", "route", "requests", "first verification", "later ones")]
     for group in state["acceptance"]["groups"]:
         pair = f"{group['prefill']} to {group['decode']}" if group["prefill"] else group["decode"]
@@ -110,7 +109,7 @@ def _errors(state: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _table(rows: Sequence[Sequence[str]], num_texts: int) -> list[str]:
-    """The first `num_texts` columns are texts; the others are numbers, aligned to the right."""
+    """Columns after the first `num_texts` are numbers, aligned to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     sides = ["<"] * num_texts + [">"] * (len(widths) - num_texts)
     return [

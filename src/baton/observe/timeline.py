@@ -24,7 +24,7 @@ class TimelineEvent:
 
 @dataclass(slots=True)
 class RequestTimeline:
-    """What happened to one choice of a request. Times are in seconds of one monotonic clock.
+    """One choice of a request. Times are in seconds of one monotonic clock.
 
     - `http_id`: its `X-Request-Id`. `began_at`: its arrival in seconds since 1970.
     - `routed`: when engines were first chosen. `queued_s`: how long its prompt waited in an engine; None: the engine
@@ -87,7 +87,7 @@ class RequestTimeline:
 
     @property
     def later_token_s(self) -> float | None:
-        """Mean seconds per token after the second, so without the handoff."""
+        """Mean seconds per token after the second: excludes the handoff."""
         num_later = self.num_output_tokens - self.num_at_second
         if self.second is None or self.last is None or num_later < 1:
             return None
@@ -100,7 +100,7 @@ class RequestTimeline:
         self._note(now, "route", f"{route.replace('_', ' ')}: {' to '.join(engines)}")
 
     def on_tokens(self, now: float, num_tokens: int, accepted: Sequence[int], drafted: Sequence[int]) -> None:
-        """Tokens arrived, with the verifications that ended in them."""
+        """Tokens arrived, with their verifications."""
         if num_tokens and self.first is None:
             self.first = now
             self._note(now, "first token")
@@ -142,7 +142,7 @@ class RequestTimeline:
         }
 
     def describe(self, now: float) -> dict[str, object]:
-        """A summary with events and verifications. Times are in milliseconds after the arrival."""
+        """With events and verifications. Times are in milliseconds after the arrival."""
         return {
             **self.summary(),
             "duration_ms": _ms((self.ended if self.ended is not None else now) - self.began),

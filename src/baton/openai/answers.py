@@ -39,7 +39,7 @@ class SpecDecode(msgspec.Struct, frozen=True):
 
 
 class Logprobs(msgspec.Struct, frozen=True):
-    """Logprobs of a completion. With `return_tokens_as_token_ids`, tokens are named `token_id:N`."""
+    """With `return_tokens_as_token_ids`, tokens are named `token_id:N`."""
 
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None] | None = None
@@ -59,7 +59,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Details are written, never read."""
+    """Details are only written."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -69,8 +69,7 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """A completion, or one event of a stream. Completions made from a chat have `prompt_token_ids`. `metrics`:
-    vLLM's."""
+    """A completion, or one event of a stream. Made from a chat, it has `prompt_token_ids`. `metrics`: vLLM's."""
 
     choices: list[Choice] = []
     usage: Usage | None = None
@@ -138,7 +137,7 @@ class _Error(msgspec.Struct, frozen=True):
 
 
 def decode_answer(body: bytes, kind: type[T], problem: str = "the answer is malformed") -> T:
-    """Raises `ProtocolError` with `problem` if the JSON is not of this `kind`."""
+    """Raises `ProtocolError` with `problem`."""
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -154,7 +153,7 @@ def read_error(body: bytes) -> ErrorFields:
 
 
 def answer_token_ids(choice: Choice) -> list[int]:
-    """`token_ids`, or else the ids in the logprobs. Raises `ProtocolError`."""
+    """`token_ids`, else the ids in the logprobs. Raises `ProtocolError`."""
     if choice.token_ids is not None:
         return choice.token_ids
     if choice.logprobs is not None and choice.logprobs.tokens is not None:

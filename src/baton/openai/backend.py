@@ -20,7 +20,7 @@ class ServedModel:
     - `identity`: engines need this `comparison.token_identity` to serve requests that were prepared with this model's
       tokenizer and limits; None: any may.
     - `root`: the checkpoint directory. `created`: when it was first served here, in seconds since 1970.
-    - `adapters`: LoRA adapters that clients may name as their model, as NAME@DIGEST. `adapter`: the one that is named.
+    - `adapters`: LoRA adapters that clients may name as their model, as NAME@DIGEST. `adapter`: the named one.
     """
 
     name: str

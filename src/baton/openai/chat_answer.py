@@ -33,7 +33,7 @@ class ChatAnswer(Protocol):
 async def respond_as_chat(
     service: OpenAIService, plan: Plan, outputs: list[ChoiceOutput], answer: ChatAnswer
 ) -> bytes | AsyncGenerator[bytes, None]:
-    """Return a body, or server-sent events to stream. `outputs`: of `service.begin(plan)`."""
+    """A body, or server-sent events to stream. `outputs`: from `service.begin(plan)`."""
     if plan.stream:
         events = _events(service, plan, outputs, answer)
         # A refusal must set the HTTP status.

@@ -1,4 +1,4 @@
-"""The HTTP client of OpenAI-compatible servers. Sizes and types of responses are checked."""
+"""The HTTP client of OpenAI-compatible servers; checks sizes and types of responses."""
 
 from __future__ import annotations
 
@@ -61,12 +61,11 @@ def convert_errors(where: str, unreached: type[EngineUnavailableError] = EngineL
 
 
 def error_line(error: Exception) -> str:
-    """The message on one line, or the type."""
     return printable_line(str(error) or type(error).__name__)
 
 
 async def read_body(response: aiohttp.ClientResponse, limit: int) -> bytes:
-    """Raises `ProtocolError` for a body longer than `limit` bytes."""
+    """Raises `ProtocolError` above `limit` bytes."""
     body = await _read_start(response, limit)
     if len(body) > limit:
         raise ProtocolError(f"the answer is larger than {limit} bytes")
@@ -74,7 +73,6 @@ async def read_body(response: aiohttp.ClientResponse, limit: int) -> bytes:
 
 
 async def read_refusal(response: aiohttp.ClientResponse) -> bytes:
-    """An error's body, cut to `_MAX_REFUSAL_BYTES`."""
     return (await _read_start(response, _MAX_REFUSAL_BYTES))[:_MAX_REFUSAL_BYTES]
 
 
@@ -103,8 +101,9 @@ def read_samples(text: str) -> list[Sample]:
 async def connected_client(
     url: str, timeout_s: float | None = None, api_key: str | None = None, rank: str | None = None
 ) -> AsyncIterator[OpenAIClient]:
-    """A client with its own session. `timeout_s`: of a request with its response. `rank`: of a vLLM server's
-    data-parallel ranks, the one that answers completions."""
+    """A client with its own session. `timeout_s`: of a request with its response. `rank`: the data-parallel rank of a
+    vLLM server that answers completions.
+    """
     headers = dict(PLAIN)
     if rank is not None:
         headers["X-data-parallel-rank"] = rank
@@ -160,7 +159,7 @@ class OpenAIClient:
         return decode_answer(await self.fetch("POST", f"{self.url}/tokenize", body), _Tokens).tokens
 
     async def samples(self, url: str | None = None) -> list[Sample]:
-        """Samples of a `/metrics` page, by default the server's own."""
+        """Of a `/metrics` page, by default the server's own."""
         return read_samples((await self.fetch("GET", url or f"{self.url}/metrics")).decode(errors="replace"))
 
     async def fetch(self, method: str, url: str, body: dict[str, Any] | None = None) -> bytes:

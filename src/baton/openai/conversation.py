@@ -1,4 +1,4 @@
-"""From a chat's messages and tools to prompt tokens, with the model's chat template."""
+"""Turns a chat's messages and tools into prompt tokens, with the model's chat template."""
 
 from __future__ import annotations
 
@@ -59,13 +59,12 @@ def chat_prompt(text: str, request: ChatRequest | TokenizeRequest, model: Served
 
 
 def encode_text(text: str, model: ServedModel, special: bool, param: str) -> PromptIds:
-    """Raises `RequestError` for a text that is too long."""
     check_num_chars(len(text), param, model)
     return PromptIds(model.tokenizer.encode(text, special))
 
 
 def check_num_chars(num_chars: int, param: str, model: ServedModel) -> None:
-    """Raises `RequestError` for text that cannot fit, without tokenising it."""
+    """Raises `RequestError` for text that cannot fit; does not tokenise."""
     limit = model.max_model_len * model.tokenizer.max_token_chars
     if num_chars > limit:
         raise RequestError(

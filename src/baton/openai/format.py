@@ -19,8 +19,9 @@ Json = dict[str, Any]
 
 
 def usage(plan: Plan, outputs: Sequence[ChoiceOutput]) -> Usage:
-    """A prompt counts once, however many choices share it. Drafts are not counted if the engine does not report
-    verifications (vLLM)."""
+    """A prompt counts once for all its choices. Drafts are not counted if the engine reports no verifications
+    (vLLM).
+    """
     num_prompt = sum(len(prompt) for prompt in plan.prompts)
     num_output = sum(len(output.token_ids) for output in outputs)
     k = plan.model.num_speculative_tokens
@@ -35,7 +36,7 @@ def usage(plan: Plan, outputs: Sequence[ChoiceOutput]) -> Usage:
 
 
 def usage_so_far(plan: Plan, index: int, num_output: int) -> Usage:
-    """The usage of choice `index`, for an event of its stream."""
+    """Of choice `index`, for an event of its stream."""
     num_prompt = len(plan.requests[index].prompt_token_ids)
     return Usage(num_prompt, num_output, num_prompt + num_output)
 
@@ -91,7 +92,7 @@ def stream_event(plan: Plan, index: int, delta: Delta, output: ChoiceOutput, fir
 
 
 class PlainEvents:
-    """Events with only text, which encode nothing else."""
+    """Events that differ in their text alone; the rest is encoded once."""
 
     def __init__(self, plan: Plan, index: int, output: ChoiceOutput) -> None:
         mark = secrets.token_hex(16)
@@ -113,7 +114,6 @@ def streamed_usage(plan: Plan, outputs: Sequence[ChoiceOutput]) -> Json:
 
 
 def is_visible(plan: Plan, delta: Delta) -> bool:
-    """Whether the delta contains something for the client."""
     if delta.finish_reason is not None or plan.reader is None:
         return bool(delta.text or delta.finish_reason)
     return any(plan.tells_reasoning or not isinstance(event, Reasoning) for event in delta.events)
@@ -197,7 +197,7 @@ def _echo(plan: Plan, index: int, output: ChoiceOutput, choice: Json) -> None:
 
 
 def _prompt_logprobs(plan: Plan, index: int, output: ChoiceOutput) -> list[Json | None]:
-    """As in vLLM: per token its own entry and the most likely ones, by token id."""
+    """Per token its own entry and the most likely ones, by token id, as in vLLM."""
     text, found = plan.model.tokenizer.token_text, list[Json | None]()
     for token, score in zip(plan.requests[index].prompt_token_ids, output.prompt_logprobs, strict=True):
         if score is None:
@@ -210,7 +210,7 @@ def _prompt_logprobs(plan: Plan, index: int, output: ChoiceOutput) -> list[Json 
 
 
 def _token_name(plan: Plan, token_id: int) -> str:
-    """An incomplete character is `bytes:...`, as in OpenAI's API."""
+    """An incomplete character is named `bytes:...`, as in OpenAI's API."""
     if plan.return_tokens_as_token_ids:
         return f"token_id:{token_id}"
     name = plan.model.tokenizer.token_text(token_id)

@@ -1,4 +1,4 @@
-"""One choice of a response: from token chunks to text deltas."""
+"""Turns the token chunks of one choice into text deltas."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class ChoiceOutput:
 
 
 def _call_id() -> str:
-    """The only form that Mistral's chat templates accept."""
+    """Mistral's chat templates accept only this form."""
     return "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
 
 

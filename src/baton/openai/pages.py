@@ -33,7 +33,6 @@ _STYLE = (
     "code,pre{font:14px/1.5 ui-monospace,monospace}pre{background:#8882;padding:1rem;overflow:auto}"
     "td,th{text-align:left;vertical-align:top;padding:.2rem 1rem .2rem 0}"
 )
-# Nothing is loaded or run, and no page can embed it.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 
 

@@ -1,4 +1,4 @@
-"""Converts request bodies to plans."""
+"""Turns request bodies into plans."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PA
     constrained = grammar is not None
     reader = tools.reader(parsing, _within_reasoning(request, text), constrained)
     plan = _plan(request, model, [prompt], params, field, chat=True)
-    # As in vLLM and OpenAI's API, calling a named function has finish reason "stop".
+    # The call of a named function has finish reason "stop", as in vLLM and OpenAI's API.
     told = not isinstance(tools.choice, NamedChoice)
     spelt = model.tokenizer.special_tokens_of(tools.markers(parsing, constrained))
     tells_reasoning = request.include_reasoning is not False
@@ -142,13 +142,11 @@ def template_variables(request: ChatRequest, model: ServedModel) -> dict[str, An
 
 
 def make_completion_plan(body: bytes, model: ServedModel, parsing: Parsing = NO_PARSING) -> Plan:
-    """Responses are not parsed. A long body may take seconds, while other threads run. Raises the errors of
-    `decode_request` and `plan_completion`."""
+    """Responses are not parsed. A long body may take seconds, while other threads run."""
     return plan_completion(decode_request(body, CompletionRequest), model)
 
 
 def make_chat_plan(body: bytes, model: ServedModel, parsing: Parsing = NO_PARSING) -> Plan:
-    """Raises the errors of `decode_request` and `plan_chat`."""
     return plan_chat(decode_request(body, ChatRequest), model, parsing)
 
 

@@ -44,7 +44,7 @@ class SequenceRecord:
         self.route, self.engines = route, engines
 
     def tokens(self, num_tokens: int, accepted: Iterable[int] = ()) -> None:
-        """`num_tokens` are new; `accepted` drafts per verification."""
+        """Count `num_tokens` new tokens; `accepted`: drafts per verification."""
         metrics = self._metrics
         self._of_model.num_tokens += num_tokens
         for count in accepted:
@@ -69,7 +69,6 @@ class SequenceRecord:
         return Times(self._began, self._first, self._last)
 
     def end(self, reason: str, error: str | None = None, log: bool = True) -> None:
-        """Only the first call counts."""
         if self._over:
             return
         self._over = True

@@ -1,7 +1,7 @@
-"""Request fields of OpenAI, vLLM and SGLang that are refused by name; docs/api.md has the table.
+"""Request fields of OpenAI, vLLM and SGLang refused by name; docs/api.md has the table.
 
-Fields of `requests.CompletionRequest` and `requests.ChatRequest` are supported. Others are refused if their value
-could change the response; the rest, and unknown names, are ignored.
+Fields of `requests.CompletionRequest` and `requests.ChatRequest` are supported. Others are refused if their value could
+change the response; the rest, and unknown names, are ignored.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ _UNSERVED: tuple[tuple[str, tuple[object, ...], str], ...] = (
 NOTHING_ELSE: Mapping[str, Refused] = MappingProxyType({})
 REFUSED = {name: Refused(why, neutral) for why, neutral, names in _UNSERVED for name in names.split()}
 
-# Clients of other servers control a handoff with these. Any value but null is refused.
+# Clients of other servers control a handoff with these: only null is accepted.
 FORBIDDEN = {"kv_transfer_params", "ec_transfer_params", "disaggregated_params", "handoff", "ticket"}
 FORBIDDEN |= {"bootstrap_host", "bootstrap_port", "bootstrap_room", "remote_host", "remote_port"}
 
 
 def refuse_unserved(fields: Mapping[str, msgspec.Raw], also: Mapping[str, Refused] = NOTHING_ELSE) -> None:
-    """Raise `RequestError` for a field whose value is not supported. `also`: more refused fields."""
+    """Raise `RequestError` for an unsupported value. `also`: more refused fields."""
     refusals = {**REFUSED, **also}
     for name in fields.keys() & (refusals.keys() | FORBIDDEN):
         raw = memoryview(fields[name])

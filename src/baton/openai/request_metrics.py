@@ -74,5 +74,5 @@ def _spec_decode(output: ChoiceOutput, num_spec_tokens: int) -> dict[str, Any]:
 
 
 def _part(accepted: Sequence[int], drafted: Sequence[int]) -> dict[str, int]:
-    """Of a handed-off request, the first verification is of the prefill engine's drafts."""
+    """The first verification of a handed-off request is of the prefill engine's drafts."""
     return {"num_accepted_draft_tokens": sum(accepted), "num_draft_tokens": sum(drafted)}

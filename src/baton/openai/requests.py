@@ -76,8 +76,6 @@ class _Completing(CommonFields, kw_only=True):
 
 
 class CompletionRequest(_Completing, kw_only=True):
-    """Body of `POST /v1/completions`."""
-
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
 
@@ -107,8 +105,6 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 class ChatRequest(_Completing, kw_only=True):
-    """Body of `POST /v1/chat/completions`."""
-
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -138,8 +134,6 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    """Body of vLLM's `POST /detokenize`."""
-
     tokens: list[int]
     model: str | None = None
 
@@ -159,7 +153,7 @@ def decode_body(
 ) -> B:
     """`served`: fields that this endpoint supports although others refuse them; `also`: more fields to refuse.
 
-    Raises `RequestError` for a malformed or unsupported field.
+    Raises `RequestError`.
     """
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
@@ -178,12 +172,11 @@ def decode_body(
 
 
 def decode_request(body: bytes, kind: type[R]) -> R:
-    """Raises the errors of `decode_body` and `check_request`."""
     return check_request(decode_body(body, kind))
 
 
 def check_request(request: R) -> R:
-    """Raises `RequestError` if fields contradict each other."""
+    """Raises `RequestError`."""
     check_salt(request.cache_salt)
     for name in ("echo", "prompt_logprobs"):
         if request.stream and getattr(request, name) not in (None, False):

@@ -1,4 +1,4 @@
-"""The OpenAI API without HTTP: from request bodies to response bodies or streams."""
+"""The OpenAI API without HTTP: turns request bodies into response bodies or streams."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class OpenAIService:
         }
 
     async def plan(self, body: bytes, make: Callable[[bytes, ServedModel, Parsing], T]) -> T:
-        """Raises `OverloadedError` if too many requests wait."""
+        """Raises `OverloadedError`."""
         self.queue.check()
         return await self.understand(make, body, self._parsing)
 
@@ -208,7 +208,7 @@ def _call_on(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
 
 
 class Begun(AsyncGenerator[T, None]):
-    """A generator whose first item was awaited already."""
+    """A generator whose first item is already there."""
 
     def __init__(self, first: T, rest: AsyncGenerator[T, None]) -> None:
         self._first: list[T] = [first]
@@ -236,7 +236,7 @@ async def _value(value: T) -> T:
 
 
 async def _merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """The first error ends all, and so does closing."""
+    """The first error, or closing, ends all sources."""
     queue: asyncio.Queue[tuple[T] | BaseException | None] = asyncio.Queue()
 
     async def pump(source: AsyncGenerator[T, None]) -> None:

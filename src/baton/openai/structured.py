@@ -1,4 +1,4 @@
-"""OpenAI's `response_format` and vLLM's `structured_outputs`, as `StructuredOutputsParams`."""
+"""Turns OpenAI's `response_format` and vLLM's `structured_outputs` into `StructuredOutputsParams`."""
 
 from __future__ import annotations
 
@@ -71,7 +71,6 @@ def structured_params(
 
 
 def with_field_name(error: RequestError, field: str) -> RequestError:
-    """Name the request's field in a grammar's refusal."""
     return RequestError(f"{field}: {error}", field) if error.param == FIELD else error
 
 

@@ -21,7 +21,7 @@ _ANY_LENGTH = 2**24
 def tokenize(body: bytes, model: ServedModel) -> dict[str, object]:
     """The token ids of a text or chat, as a completion or chat would get them, and their number.
 
-    Raises `RequestError` for a malformed body, and the errors of `chat_text`.
+    Raises `RequestError`.
     """
     request = decode_body(body, TokenizeRequest)
     check_model(request.model, model)
@@ -42,7 +42,7 @@ def chat_tokens(
     chat_template_kwargs: Mapping[str, Any] | None,
     tokenizer: Tokenizer,
 ) -> list[int]:
-    """The token ids of a chat on a server with this tokenizer. Raises the errors of `tokenize`."""
+    """The token ids of a chat on a server with this tokenizer. Raises `RequestError`."""
     fields = {"messages": messages, "tools": tools, "chat_template_kwargs": chat_template_kwargs}
     model = ServedModel("", tokenizer, _ANY_LENGTH, tokenizer.vocab_size, 0)
     found = tokenize(msgspec.json.encode(fields), model)["tokens"]
@@ -51,7 +51,7 @@ def chat_tokens(
 
 
 def detokenize(body: bytes, model: ServedModel) -> dict[str, object]:
-    """The text of token ids, with special tokens. Raises `RequestError` for a malformed body."""
+    """With special tokens. Raises `RequestError`."""
     request = decode_body(body, DetokenizeRequest)
     check_model(request.model, model)
     if not all(0 <= token < model.vocab_size for token in request.tokens):

@@ -165,7 +165,7 @@ class CheckedTools:
         return lambda: form_of_reasoning.make(rest(), reasons)
 
     def markers(self, parsing: Parsing, constrained: bool) -> tuple[str, ...]:
-        """Texts that the parsers need even if they are special tokens."""
+        """Texts that parsers need even if they are special tokens."""
         name, reasons = parsing.tool_call_parser, parsing.reasoning_parser
         calls = TOOL_PARSERS[name].markers if self.choice == "auto" and name is not None else ()
         return calls + (REASONING_PARSERS[reasons].markers if reasons is not None and not constrained else ())

@@ -120,7 +120,7 @@ class HarmonyParser:
 
 
 class HarmonyReasoning:
-    """As `HarmonyParser`, but passes content on to `rest`."""
+    """A `HarmonyParser` that passes content on to `rest`."""
 
     def __init__(self, rest: Parser) -> None:
         self._rest = rest

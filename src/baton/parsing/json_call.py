@@ -67,7 +67,7 @@ class JsonCall:
         return pending
 
     def push(self, char: str) -> None:
-        """Not allowed once `state` is "done" or "failed"."""
+        """Requires another `state` than "done" or "failed"."""
         self.raw += char
         if self.state in ("open", "key", "colon", "next"):
             self._between(char)
@@ -123,7 +123,7 @@ class JsonCall:
 
 
 def _object_in(text: str) -> str | None:
-    """The object that a JSON string holds; an empty string counts as an empty object."""
+    """The object in a JSON string; an empty string counts as an empty object."""
     held = _string(text) if text[1:-1].strip() else "{}"
     try:
         return held if held is not None and isinstance(json.loads(held), dict) else None

@@ -37,9 +37,7 @@ class MarkedParser(ABC):
         return events
 
     @abstractmethod
-    def _opened(self, marker: str) -> None:
-        """Enter the state after a marker."""
-
+    def _opened(self, marker: str) -> None: ...
     @abstractmethod
     def _read(self, text: str, events: list[ParsedEvent]) -> str | None:
         """Parse text after a marker: add to `events`, and return the rest. None: more text is needed."""

@@ -19,7 +19,6 @@ _ID = re.compile(r"\[CALL_ID\][A-Za-z0-9_-]{0,256}")
 
 
 def _begins(marker: str, text: str) -> bool:
-    """Whether `text` is an incomplete beginning of the marker."""
     return marker.startswith(text) and marker != text
 
 

@@ -27,7 +27,7 @@ _MAX_DEPTH, _MAX_PARTS = 32, 1024
 
 
 def parameter_schema(schema: Any, key: str) -> Any:
-    """A parameter's schema in that of its function; None if there is none."""
+    """A parameter's schema in its function's; None if it has none."""
     parts = list(_Walk(schema).parts(schema))
     for part in parts:
         properties = part.get("properties")
@@ -37,7 +37,7 @@ def parameter_schema(schema: Any, key: str) -> Any:
 
 
 def value_of(text: str, schema: Any, root: Any) -> str:
-    """`text` as JSON that fits `schema`. `root`: the schema in which references are resolved."""
+    """`text` as JSON that fits `schema`. `root`: the schema that references are resolved in."""
     bare = text.strip()
     for part in _Walk(root).parts(schema):
         for constant in _constants(part):
@@ -69,7 +69,6 @@ class _Walk:
         self._followed: set[str] = set()
 
     def parts(self, schema: Any) -> Iterator[dict[str, Any]]:
-        """The schema, its references and its branches."""
         pending = [schema]
         while pending and self._left:
             part = pending.pop(0)

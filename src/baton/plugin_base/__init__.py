@@ -1,1 +1,3 @@
-"""What the plug-ins for other engines share: settings, ranks that exchange their geometries, an engine's own memory."""
+"""The common base of the plug-ins for other engines: settings, ranks that exchange their geometries, an engine's own
+memory.
+"""

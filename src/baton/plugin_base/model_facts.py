@@ -1,4 +1,4 @@
-"""The facts of an engine's model and tokenizer, by which P and D know that they have the same."""
+"""Facts that P and D compare to be sure of the same model and tokenizer."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def start_agent(
 def digester_of(
     settings: EngineSettings, regions: Sequence[Region], geometries: Mapping[str, RankGeometry]
 ) -> Digester | None:
-    """What takes digests of `regions`, None if they are off. Raises `ConfigError` for a GPU's memory."""
+    """None if digests are off. Raises `ConfigError` for a GPU's memory."""
     if settings.integrity == "off":
         return None
     memory = [region for region in regions if not isinstance(region, DeviceMemory)]

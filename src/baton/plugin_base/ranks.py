@@ -1,4 +1,4 @@
-"""Joins the ranks of an engine that run in processes of their own to one instance, by an exchange at the start."""
+"""Joins the ranks of an engine, which run in separate processes, to one instance, by an exchange at the start."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def join_workers(own: WorkerPart, all_gather: AllGather) -> JoinedWorkers:
 
 
 def joined_addresses(found: Sequence[tuple[int, str]], num_workers: int) -> list[str]:
-    """Sort addresses by rank. Raises `ConfigError` unless there is exactly one of each worker."""
+    """Sorted by rank. Raises `ConfigError` unless there is exactly one of each worker."""
     if sorted(rank for rank, _ in found) != list(range(num_workers)):
         ranks = sorted(rank for rank, _ in found)
         raise ConfigError("world_size", f"{num_workers} workers, but those with ranks {ranks} have agents")

@@ -11,7 +11,7 @@ from baton.transports.base import DeviceMemory, Region
 
 
 def host_region(address: int, nbytes: int) -> Region:
-    """`nbytes` bytes of this process's memory at `address`, allocated while the region is used."""
+    """The caller keeps the memory allocated while the region is used."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
 

@@ -1,6 +1,6 @@
 """The server for clients: chooses engines, starts both legs of a handoff, and joins their tokens into one stream.
 
-Names are imported on first use: commands need only the settings.
+Names are imported on first use, since commands need only the settings.
 """
 
 from __future__ import annotations

@@ -62,9 +62,9 @@ class Admin:
 
 
 def admin_token(path: str | None) -> str | None:
-    """The token from the file, which is created if missing, or else from the environment.
+    """From the file, which is created if missing, else from the environment.
 
-    Raises `ConfigError` if the token is too short, or if others may read the file.
+    Raises `ConfigError`.
     """
     token, field = os.environ.get(TOKEN_VARIABLE), TOKEN_VARIABLE
     if path is not None:

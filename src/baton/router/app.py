@@ -45,7 +45,7 @@ from baton.wire import RECOVERIES, Role
 
 # In nats. Adding 16-bit weights in another order changes probabilities by up to 10 %.
 DEFAULT_NEAR_TIE = 0.1
-# Each has a series from the start: Prometheus' rate() misses the first step of a counter that begins at 1.
+# Each is exported from the start: Prometheus' rate() misses the first step of a counter that begins at 1.
 _FAILURES = sorted({*REASONS, *CODE_BY_ERROR.values(), reason_label("")})
 
 
@@ -68,8 +68,8 @@ T = TypeVar("T", _Joining, _Known, _Nothing)
 async def build_app(config: RouterConfig) -> web.Application:
     """Engines that do not answer yet are asked again later.
 
-    Raises `ConfigError` for settings that exclude each other, `RequestError` for a bad URL or role,
-    `IncompatiblePeerError` if engines serve different models.
+    Raises `ConfigError`, `RequestError` for a bad URL or role, `IncompatiblePeerError` if engines serve different
+    models.
     """
     services = read_services(config.discover)
     connector = _connector(config, services)
@@ -143,7 +143,6 @@ def _new_pool(
 
 
 def _connector(config: RouterConfig, services: Sequence[Service]) -> Connector:
-    """Raises `ConfigError` for settings that exclude each other."""
     named = config.kv_connector or "BatonConnector"
     settings = ConnectorConfig(config.ticket_key, config.seed_first_token, config.ticket_life)
     connector = create_connector(named if config.engine == "vllm" else config.engine, settings)
@@ -160,7 +159,7 @@ def _connector(config: RouterConfig, services: Sequence[Service]) -> Connector:
 
 
 async def _add_engines(pool: EnginePool, config: RouterConfig, siblings: Siblings | None) -> None:
-    """Those of another process of this router, which this one replaces or joins, or else the configured ones."""
+    """Add the engines of another process of this router, which this one replaces or joins, else the configured ones."""
     members = None if siblings is None else await siblings.members()
     if members is not None:
         for member in members:

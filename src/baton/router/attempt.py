@@ -23,13 +23,14 @@ class RequestProgress:
     attempt: int = 0
     fruitless: int = 0  # attempts in a row without a new token
     decided: bool = False  # an engine has accepted the request
-    route: Route | None = None  # of the next attempt, if known already
+    route: Route | None = None  # if known already, of the next attempt
 
 
 @dataclass(slots=True)
 class RunningAttempt:
     """The chunks of one attempt; call `note` with each. `prefilled`: called with the first chunk, when the prompt is
-    computed. `failures`: errors of handoffs by reason; None: no handoff."""
+    computed. `failures`: errors of handoffs by reason; None: no handoff.
+    """
 
     chunks: LegChunks
     prefilled: list[Callable[[], None]]
@@ -37,7 +38,7 @@ class RunningAttempt:
     outcome: HandoffOutcome = "aborted"
 
     def note(self, chunk: TokenChunk, leg: LegRole) -> None:
-        """Raises `LegFailed` for an error from which another attempt may recover."""
+        """Raises `LegFailed` for an error that another attempt may recover from."""
         while self.prefilled:
             self.prefilled.pop()()
         if chunk.finish_reason is None:

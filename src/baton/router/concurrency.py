@@ -1,4 +1,4 @@
-"""A limit on running requests, set by what the engines decode at once."""
+"""Limits running requests to what the engines decode at once."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from baton.router.admission.fair_queue import FairQueue
 from baton.router.admission.tenants import Standing, Tenant
 from baton.router.workers.loads import WorkerLoads
 
-# How often to look for engines that joined or recovered.
+# To look for engines that joined or recovered.
 _LOOK_AGAIN_S = 0.25
-# How often to look for slots that other processes free.
+# To look for slots that other processes free.
 _LOOK_BESIDE_S = 0.01
 _ANYBODY = Standing()
 _NO_TENANTS: Mapping[str, Tenant] = {}
@@ -30,7 +30,8 @@ class ConcurrencyLimit:
         loads: WorkerLoads | None = None,
     ) -> None:
         """`loads`: of the router's other processes. Two processes that see the last free slot at the same time both
-        take it. Tenants' shares are per process."""
+        take it. Tenants' shares are per process.
+        """
         self.tenants, self._loads = tenants, loads
         self._look_again_s = _LOOK_AGAIN_S if loads is None else _LOOK_BESIDE_S
         self._capacity = capacity
@@ -41,7 +42,7 @@ class ConcurrencyLimit:
     async def slot(self, standing: Standing = _ANYBODY, output: Sized = ()) -> AsyncIterator[None]:
         """Wait for a slot. `output`: returns the tokens generated for the tenant, at the end.
 
-        Raises `OverloadedError` if the tenant may not wait.
+        Raises `OverloadedError`.
         """
         mine, tenant, now = asyncio.Event(), standing.tenant, asyncio.get_running_loop().time
         self._queue.push(mine, standing)

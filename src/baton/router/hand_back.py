@@ -23,13 +23,13 @@ from baton.router.prefixes import PromptBlocks
 from baton.timeouts import timeout
 from baton.wire import GenerateRequest, Mode, TokenChunk
 
-# A pair that was too slow is tried again after so many prompts.
+# A pair that was too slow is tried again after this many prompts.
 _TRY_AGAIN = 16
 # Moves between two engines before they are judged, with the first, which connects: one may wait for a busy source.
 _JUDGED_MOVES = 4
 # Fewer computed tokens are not measured.
 _MEASURED_TOKENS = 16
-# How long the prefill leg waits at least, for a pair that was measured.
+# The shortest limit of a prefill leg's wait, for a pair that was measured.
 _LEAST_LIMIT_S = 0.25
 
 
@@ -43,7 +43,7 @@ class HandBack:
 
 
 class HandBacks:
-    """Hands prefixes back if moving is faster than computing, by measurement.
+    """Hands prefixes back if moving is faster than computing, as measured.
 
     `counts`: by outcome; `too_slow`: computing is faster. `num_tokens`: prompt tokens that prefill engines did not
     compute.
@@ -59,8 +59,6 @@ class HandBacks:
         self.num_tokens = 0
         self._moving: dict[tuple[str, str], TokenPace] = {}
         self._computing: dict[str, TokenPace] = {}
-
-    # ------------------------------------------------------------ choice
 
     def choose(self, prompt: PromptBlocks, prefill: PooledEngine, engines: Sequence[PooledEngine]) -> HandBack | None:
         """None if hand-back does not pay."""
@@ -91,7 +89,7 @@ class HandBacks:
         return [engine for engine in engines if not engine.queued_tokens] if self.enabled else []
 
     def _saved_s(self, engine: PooledEngine, num_lacking: int, gain: int) -> float | None:
-        """Seconds by which an engine finishes `num_lacking` tokens earlier if it need not compute `gain` of them."""
+        """Seconds saved on computing `num_lacking` tokens if `gain` of them are moved instead."""
         pace = self._compute_pace(engine)
         whole, rest = pace.predict(num_lacking), pace.predict(num_lacking - gain)
         return None if whole is None or rest is None else whole - rest
@@ -101,8 +99,6 @@ class HandBacks:
 
     def _compute_pace(self, engine: PooledEngine) -> TokenPace:
         return self._computing.setdefault(engine.name, TokenPace())
-
-    # ------------------------------------------------------------ the move
 
     async def run(
         self,
@@ -179,8 +175,6 @@ class HandBacks:
         self.counts["failed"] += 1
         self.failures[reason] += 1
 
-    # ------------------------------------------------------------ what operators see
-
     def describe(self) -> dict[str, object]:
         """For `/status`."""
         pairs = {
@@ -208,7 +202,7 @@ class HandBacks:
 
 @dataclass(slots=True)
 class HandBackWatch(LegWatch):
-    """Watches a prefill leg: runs the hand-back `back` before it, and measures how fast the rest is computed."""
+    """Watches a prefill leg: runs the hand-back `back` first, and measures how fast the rest is computed."""
 
     hand_backs: HandBacks
     request: GenerateRequest

@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 class PoolIdentity:
     """The first request binds the pool to the current model. Until `clear`, an engine is refused if it differs in a
-    fact that decides tokens, or has a shorter context."""
+    fact that decides tokens, or has a shorter context.
+    """
 
     def __init__(
         self,
@@ -29,7 +30,7 @@ class PoolIdentity:
         load_tokenizer: Callable[[str], Tokenizer],
         shared: SharedBinding | None = None,
     ) -> None:
-        """`tokenizer_dir` None: the engines' checkpoint. `shared`: of the router's processes, if there are several."""
+        """`tokenizer_dir` None: the engines' checkpoint. `shared`: of the router's processes, if several."""
         self._engines, self._shared = engines, shared
         self._tokenizer_dir, self._load = tokenizer_dir, load_tokenizer
         self._model: ServedModel | None = None
@@ -43,7 +44,7 @@ class PoolIdentity:
             self._shared.clear()
 
     def model(self) -> ServedModel:
-        """Raises `EngineUnavailableError` until an engine has answered."""
+        """Raises `EngineUnavailableError`."""
         if self._model is None:
             raise EngineUnavailableError("no engine has been reached yet")
         infos = [e.info for e in self._engines() if e.info is not None]
@@ -53,7 +54,7 @@ class PoolIdentity:
         for info in infos:
             for name, adapter in info.adapters.items():
                 told.setdefault(name, set()).add(adapter)
-        # A name for different files is ambiguous.
+        # A name of different files is ambiguous.
         adapters = {
             name: next(iter(found)) for name, found in told.items() if len(found) == 1 and name != self._model.name
         }
@@ -61,7 +62,8 @@ class PoolIdentity:
 
     def bind(self) -> None:
         """Serve the present model until `clear`. Raises the errors of `model`, and `EngineUnavailableError` if another
-        process of the router serves another model."""
+        process of the router serves another model.
+        """
         if self._bound_length is None:
             self._bound_length = self.model().max_model_len
         if self._shared is not None and self._reference is not None:

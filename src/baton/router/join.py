@@ -1,4 +1,4 @@
-"""Join the legs of a request by token position, so that no token is lost, repeated or changed.
+"""Joins the legs of a request by token position, so that no token is lost, repeated or changed.
 
 Both legs of a handoff run at the same time. The prefill leg sends the first token; once the decode leg has the KV, it
 sends that token too, then all others. Later attempts continue the client's stream.
@@ -29,7 +29,7 @@ class LegFailed(Exception):
 
 
 class TokenMismatch(HandoffError):
-    """Engines disagree on output token `position`: the client has `sent`, but another engine `said` its own."""
+    """Engines disagree on output token `position`: the client has `sent`, another engine `said` its own."""
 
     def __init__(self, position: int, sent: int, said: int) -> None:
         super().__init__("token_mismatch", f"output token {position} was {sent}, now it is {said}")
@@ -47,8 +47,7 @@ class Joined:
     def push(self, chunk: TokenChunk) -> TokenChunk | None:
         """The part of a leg's chunk that is new to the client, or None.
 
-        Raises `TokenMismatch` if it contradicts a token that was sent, `ProtocolError` if tokens before it are missing,
-        or if there are too many.
+        Raises `TokenMismatch`, or `ProtocolError` for missing or too many tokens.
         """
         # Only the prefill leg reports `queued_s`, and its chunk may be dropped, so the last chunk repeats it.
         if chunk.queued_s is not None:
@@ -154,7 +153,7 @@ async def join_legs(
 
 
 def _prefill_failure(error: BaseException | None, decoding: bool, notices: bool) -> BaseException | None:
-    """The error that the end of a prefill leg raises while its decode leg runs. `error` None: it ended well."""
+    """The error to raise when a prefill leg ends while its decode leg runs. `error` None: it ended well."""
     if error is None or (isinstance(error, BatonError) and decoding):
         return None
     if notices and isinstance(error, EngineLostError):

@@ -41,15 +41,14 @@ class LegItems:
 
 
 class LegWatch:
-    """Accompanies one leg in the leg's task, cheaper than a generator around it. An error of `begin` or `on_chunk`
-    fails the leg."""
+    """Accompanies one leg in its task, cheaper than a generator around it. An error of `begin` or `on_chunk` fails the
+    leg.
+    """
 
     async def begin(self) -> None:
         """Called before the leg's request is sent."""
 
-    def on_chunk(self, chunk: TokenChunk) -> None:
-        """Called with each chunk."""
-
+    def on_chunk(self, chunk: TokenChunk) -> None: ...
     def on_end(self, error: Exception | None) -> None:
         """Called once, even without `begin`. `error` None: the leg ended well, or was closed."""
 
@@ -73,7 +72,7 @@ class _FirstToken(LegWatch):
 
 
 class _Second(LegWatch):
-    """Of the decode leg: waits until the prefill leg's request is sent."""
+    """Makes the decode leg wait until the prefill leg's request is sent."""
 
     def __init__(self, first: _FirstToken | None) -> None:
         self._first = first
@@ -140,6 +139,6 @@ async def rest_of_leg(which: LegRole, task: asyncio.Task[None], items: LegItems,
 
 
 async def end_task(task: asyncio.Future[Any]) -> None:
-    """Cancel it, and wait for its end. Its error has been raised, or does not matter any more."""
+    """Cancel a task whose error was raised or does not matter, and wait for its end."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

@@ -29,7 +29,7 @@ from baton.wire import GenerateRequest, LegRole, Mode, TokenChunk
 
 @dataclass(frozen=True, slots=True)
 class ObservedRequest:
-    """A running request. `request`: as sent to engines."""
+    """A running request, as sent to engines."""
 
     request: GenerateRequest
     timeline: RequestTimeline
@@ -56,10 +56,8 @@ class AcceptanceState(TypedDict):
 
 
 class RequestObserver:
-    """Keeps the timelines of requests, and counts acceptance.
-
-    Acceptance counts for requests whose tokens after the first all come from one attempt. With a `tracer`, requests
-    also have spans.
+    """Keeps the timelines of requests, and counts acceptance of those whose tokens after the first all come from one
+    attempt. With a `tracer`, requests also have spans.
     """
 
     def __init__(self, tracer: Tracer | None = None, model_name: Callable[[], str] = lambda: "") -> None:
@@ -72,7 +70,6 @@ class RequestObserver:
 
     @contextlib.contextmanager
     def observing(self, request: GenerateRequest) -> Iterator[ObservedRequest]:
-        """Observe a request until the block ends."""
         caller, name = CALLER.get(), request.request_id
         http_id = "" if caller is None else caller.request_id
         timeline = RequestTimeline(name, http_id, time.monotonic(), time.time(), len(request.prompt_token_ids))
@@ -171,7 +168,7 @@ class _TracedLeg(LegWatch):
     _leg: LegTrace | None = None
 
     async def begin(self) -> None:
-        # In the leg's task.
+        # Runs in the leg's task.
         self._leg = self.trace.begin_leg(self.role, self.engine.name, self.engine.url, self.alone, self.mode)
         given = TRACE.get()
         TRACE.set(Trace(self._leg.span.traceparent, None if given is None else given.tracestate))

@@ -34,10 +34,7 @@ NewClient = Callable[[aiohttp.ClientSession, str, RouterTimers, Role], EngineCli
 
 
 class EnginePool:
-    """The router's engines, for one event loop.
-
-    `identity` decides what they serve; an operator's `rebind` clears it.
-    """
+    """For one event loop. `identity` decides what the engines serve; an operator's `rebind` clears it."""
 
     def __init__(
         self,
@@ -51,7 +48,8 @@ class EnginePool:
         loads: WorkerLoads | None = None,
     ) -> None:
         """`tokenizer_dir` None: the engines' checkpoint. `is_overload`: whether an engine with this load gets no new
-        requests; None: do not ask for loads. `loads`: shared with the router's other processes."""
+        requests; None: do not ask for loads. `loads`: shared with the router's other processes.
+        """
         self._is_overload, self.loads = is_overload, loads
         self.readers = readers or EventReaders()
         self.timers = timers or RouterTimers()
@@ -65,12 +63,13 @@ class EnginePool:
 
     @property
     def engines(self) -> list[PooledEngine]:
-        """All engines, in order of joining."""
+        """In order of joining."""
         return list(self._engines.values())
 
     async def rebind(self) -> None:
         """The next engine that answers decides the served model. Running requests continue on engines with their
-        identity."""
+        identity.
+        """
         self.identity.clear()
         for engine in self.engines:
             engine.problem = "not asked yet what it serves now"
@@ -81,8 +80,7 @@ class EnginePool:
     async def add(self, url: str, role: Role, known: bool = False) -> PooledEngine:
         """The engine need not answer yet. `known`: another process has it already, so it stays even if it is refused.
 
-        Raises `RequestError` for a bad URL or a role other than the engine's, `IncompatiblePeerError` if its model or
-        drafter differs from the other engines'.
+        Raises `RequestError` for a bad URL or role, `IncompatiblePeerError` for another model or drafter.
         """
         url = checked_url(url)
         if url in self._engines:
@@ -106,8 +104,7 @@ class EnginePool:
         return engine
 
     def remove(self, url: str) -> PooledEngine:
-        """Running requests end on the engine, or elsewhere if it falls silent. Raises `RequestError` if it is
-        unknown."""
+        """Running requests end on the engine, or elsewhere if it falls silent. Raises `RequestError`."""
         engine = self._engines.pop(checked_url(url), None)
         if engine is None:
             raise RequestError(f"{url} is not an engine of this router", "url")
@@ -116,8 +113,7 @@ class EnginePool:
         return engine
 
     def drain(self, url: str) -> PooledEngine:
-        """Remove the engine after its last leg. A second call moves its legs elsewhere. Raises `RequestError` if it is
-        unknown."""
+        """Remove the engine after its last leg. A second call moves its legs elsewhere. Raises `RequestError`."""
         engine = self._engines.get(checked_url(url))
         if engine is None:
             raise RequestError(f"{url} is not an engine of this router", "url")
@@ -212,7 +208,7 @@ class EnginePool:
                 return
             engine.num_silent += 1
             silent_s = asyncio.get_running_loop().time() - engine.answered
-            # After a single unanswered question: this process may have been paused.
+            # Not after a single unanswered question: this process may have been paused.
             taken = engine.info is not None and not engine.evicted
             if taken and engine.num_silent > 1 and silent_s >= self.timers.lease:
                 logger.warning("engine %s is given up after %.1f s", engine.url, silent_s)

@@ -38,7 +38,8 @@ class _Leg:
 @dataclass(slots=True, eq=False)
 class PooledEngine:
     """An engine of a router's pool. Counts cover this process's requests, with tokens as expected at routing. `others`:
-    those of the router's other processes; `all_...`: the sums."""
+    those of the router's other processes; `all_...`: the sums.
+    """
 
     client: EngineClient
     role: Role
@@ -52,7 +53,7 @@ class PooledEngine:
     order: int = 0
     answered: float = 0.0  # when it last answered, in monotonic seconds
     num_silent: int = 0  # unanswered questions since
-    # Nothing, or the wrong server, listened at its address. A silent address then means that an engine is starting.
+    # Nothing, or the wrong server, listened at its address: if it is silent now, the engine is starting.
     gone: bool = False
     unasked: bool = False  # this process had no descriptor to ask; the engine keeps its last state
     evicted: bool = False  # its lease has expired, and its legs were failed

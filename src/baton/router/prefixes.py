@@ -1,5 +1,6 @@
 """An estimate of the prefixes that engines hold, for routing. An engine declines a prompt if too much of it is
-missing."""
+missing.
+"""
 
 from __future__ import annotations
 

@@ -45,18 +45,18 @@ from baton.wire import GenerateRequest, LegRole, Mode, Recovery, TokenChunk, all
 
 logger = logging.getLogger(__name__)
 
-# Attempts in a row without a new token: a request may crash every engine.
+# In a row without a new token, since a request may crash every engine.
 MAX_ATTEMPTS = 3
 _PATIENCE_STEP_S = 0.1
 MayMove = Callable[[PooledEngine], bool]
 
 
 class RouterBackend:
-    """A failed attempt is followed by another from the client's tokens on, as far as `recovery` allows: `retry` before
-    the first token, `source` if the decode engine asks for another source or was never reached, `full` if it was lost.
-    `handoffs` counts attempts by outcome: `finished_early` (the first token was the last), `aborted` (a stop string was
-    found, the client left, or tokens did not match), `failed` (by reason in `failures`). `recoveries` counts by rung.
-    `observer` may be replaced before the first request.
+    """A failed attempt is followed by another that continues the client's tokens, as far as `recovery` allows: `retry`
+    before the first token, `source` if the decode engine asks for another source or was never reached, `full` if it was
+    lost. `handoffs` counts attempts by outcome: `finished_early` (the first token was the last), `aborted` (a stop
+    string was found, the client left, or tokens did not match), `failed` (by reason in `failures`). `recoveries` counts
+    by rung. `observer` may be replaced before the first request.
 
     If two engines sample different tokens, the client keeps the one it has. The decode engine continues from there if
     the prefill engine sees a near-tie (at most `near_tie` nats, counted in `near_ties`); otherwise the request fails.
@@ -103,7 +103,7 @@ class RouterBackend:
     async def generate(
         self, request: GenerateRequest, kv_mode: Mode | None = None, on_route: OnRoute | None = None
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Wait for room, then yield the request's chunks over all attempts. Raises the last attempt's error."""
+        """Wait for a slot, then yield the request's chunks over all attempts. Raises the last attempt's error."""
         async with contextlib.AsyncExitStack() as held:
             observed = held.enter_context(self.observer.observing(request))
             self.pool.identity.bind()
@@ -145,7 +145,7 @@ class RouterBackend:
                         self._routes.served(route, request, joined.token_ids)
 
     async def _next_route(self, progress: RequestProgress, rest: GenerateRequest) -> Route:
-        """The route counts as a decision unless its engine may still decline."""
+        """Counts the route as a decision unless its engine may still decline."""
         route, again = progress.route, progress.decided
         if route is None:
             patience_s = self.pool.timers.patience if progress.attempt else 0.0
@@ -158,7 +158,7 @@ class RouterBackend:
         return route
 
     async def _settle(self, progress: RequestProgress, route: Route, mismatch: TokenMismatch) -> None:
-        """Let the decode engine continue from the client's tokens at a near-tie, else raise `mismatch`."""
+        """At a near-tie, let the decode engine continue from the client's tokens, else raise `mismatch`."""
         if route.prefill is None or not await self._is_near_tie(progress.joined, mismatch, route.prefill):
             self.failures[mismatch.reason] += 1
             raise mismatch
@@ -273,7 +273,7 @@ class RouterBackend:
     async def _joining(
         self, request: GenerateRequest, route: Route, legs: Legs, kv_mode: Mode, may_move: MayMove
     ) -> AsyncIterator[RunningAttempt]:
-        """Meanwhile the legs count towards their engines' load."""
+        """Run both legs, which count towards their engines' load meanwhile."""
         items = LegItems()
         engines = {leg: route.engine(leg) for leg in legs.chunks}
         watches = self.observer.watch_legs(request.request_id, engines, kv_mode)
@@ -315,7 +315,7 @@ class RouterBackend:
         self._do(drain, self.pool.timers.drain)
 
     def _do(self, work: Callable[[], Coroutine[Any, Any, None]], limit_s: float) -> None:
-        """Run `work` in the background; failures and timeouts are ignored."""
+        """Run `work` in the background, ignoring failures and timeouts."""
 
         async def bounded() -> None:
             with contextlib.suppress(BatonError, asyncio.TimeoutError):

@@ -61,12 +61,10 @@ class Decisions:
         self._last: deque[Why] = deque(maxlen=_LAST)
 
     def took(self, why: Why) -> None:
-        """Count the first attempt of a request."""
         self.counts[why] += 1
         self._last.append(why)
 
     def took_again(self, why: Why) -> None:
-        """Count a later attempt of a request."""
         self.counts[why] += 1
 
     def describe(self) -> dict[str, object]:
@@ -106,7 +104,7 @@ class Routes:
     def choose(
         self, request: GenerateRequest, tried: Sequence[PooledEngine], hand_off: bool, session: str | None = None
     ) -> Route | None:
-        """A route over healthy engines, or else suspected ones, or None. Engines in `tried` are a last choice for their
+        """A route over healthy engines, else suspected ones, else None. Engines in `tried` are a last choice for their
         role. `hand_off`: even if the decode engine holds the prompt. `session`: the conversation id.
 
         Raises `OverloadedError` if all engines of a needed role are overloaded, except for a resumed request.
@@ -167,7 +165,8 @@ class Routes:
 
     def _turn_limit(self, asked: Asked, prefill: Sequence[PooledEngine]) -> int:
         """How many tokens a decode engine that holds the rest may compute, because prefill engines lack earlier answers
-        and would compute many more."""
+        and would compute many more.
+        """
         config = self._policies.config
         if not config.max_turn_prefill_length:
             return 0
@@ -178,7 +177,7 @@ class Routes:
         return limit if limit < len(asked.prompt.tokens) else 0
 
     def _charged(self, route: Route, prompt: PromptBlocks) -> Route:
-        """The computing engine will hold the prompt, so it counts for the next request."""
+        """The computing engine will hold the prompt: count it for the next request."""
         tokens, computes = len(prompt.tokens), route.prefill or route.decode
         held = computes.known.num_tokens(prompt) + (route.hand_back.num_tokens if route.hand_back is not None else 0)
         charge = Charge(tokens - held, tokens)
@@ -194,7 +193,7 @@ class Routes:
         return bool(self._most) or self._policies.uses_prefixes or hands_back
 
     def served(self, route: Route, request: GenerateRequest, output: Sequence[int]) -> None:
-        """The decode engine holds the KV of the request and its `output` except for the last token."""
+        """The decode engine now holds the KV of the request and its `output`, except for the last token."""
         if self._learns:
             route.decode.known.learn(PromptBlocks([*request.prompt_token_ids, *output[:-1]], _salt(request)))
 

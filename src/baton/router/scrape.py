@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Shared(Generic[T]):
-    """A result that concurrent callers share: computing one page asks every engine."""
+    """A result that concurrent callers share, since computing one page asks every engine."""
 
     def __init__(self, make: Callable[[], Awaitable[T]]) -> None:
         self._make = make

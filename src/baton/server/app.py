@@ -38,8 +38,6 @@ NDJSON = "application/x-ndjson"
 
 
 class EngineBackend:
-    """One engine as a backend of the OpenAI API."""
-
     allows_kv_mode = False
 
     def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer) -> None:
@@ -54,12 +52,12 @@ class EngineBackend:
         return self._model
 
     def check(self, params: SamplingParams) -> None:
-        """An engine supports all parameters that a plan may have."""
+        """Nothing: an engine supports all parameters of a plan."""
 
     def generate(
         self, request: GenerateRequest, kv_mode: Mode | None = None, on_route: OnRoute | None = None
     ) -> AsyncGenerator[TokenChunk, None]:
-        """`kv_mode` and `on_route` are ignored."""
+        """Ignores `kv_mode` and `on_route`."""
         return self._engine.generate(request)
 
 

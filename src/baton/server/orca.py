@@ -18,7 +18,7 @@ ASKED, HEADER = "endpoint-load-metrics-format", "endpoint-load-metrics"
 
 
 def load_report(load: EngineLoad, form: str) -> str | None:
-    """The header's value in the form TEXT or JSON, in any case; None for another form."""
+    """The header's value. `form`: TEXT or JSON, in any case; None for others."""
     metrics = {"kv_cache_usage_perc": load.kv_usage, "num_requests_waiting": float(load.num_waiting)}
     match form.lower():
         case "text":
@@ -29,7 +29,9 @@ def load_report(load: EngineLoad, form: str) -> str | None:
 
 
 def reports_load(load: Callable[[], EngineLoad]) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
-    """For `on_response_prepare`: add the header to successful answers of requests that ask for it, streams too."""
+    """For `on_response_prepare`: adds the header to successful answers, streams included, of requests that ask
+    for it.
+    """
 
     async def report(request: web.Request, response: web.StreamResponse) -> None:
         form = request.headers.get(ASKED)

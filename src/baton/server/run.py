@@ -1,4 +1,4 @@
-"""Load, serve and close one engine. A busy port fails before the model loads."""
+"""Loads, serves and closes one engine."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def check_version() -> str:
 
 
 def resolved(server_args: Any) -> Any:
-    """The server's arguments as SGLang resolved them: the record keeps the given ones, such as no device."""
+    """The arguments as SGLang resolved them: the record keeps the given ones, such as no device."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
     return resolving_view(server_args)
@@ -54,7 +54,6 @@ def check_server(server: Any, parallel: Any) -> None:
 
 
 def pools_of(queue: Any) -> RankPools:
-    """`queue`: the scheduler's queue that makes the manager."""
     scheduler, draft = queue.scheduler, queue.draft_token_to_kv_pool
     heads: dict[Owner, int] = {"target": int(scheduler.model_config.get_total_num_kv_heads())}
     if draft is not None:
@@ -79,7 +78,7 @@ def tensor_rank() -> tuple[int, int]:
 
 
 def data_rank() -> int | None:
-    """This process's data-parallel rank of attention, each an engine of its own. None if there is only one."""
+    """This process's data-parallel rank of attention, each an engine of its own. None for a single rank."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
@@ -87,7 +86,7 @@ def data_rank() -> int | None:
 
 
 def least(values: list[int], group: Any) -> list[int]:
-    """The minimum over the ranks of `group`. Collective."""
+    """Collective over `group`."""
     import torch
     import torch.distributed as dist
 
@@ -97,7 +96,7 @@ def least(values: list[int], group: Any) -> list[int]:
 
 
 def gather_ranks(queue: Any, own: bytes) -> list[bytes]:
-    """Values by attention tensor rank. Collective."""
+    """By attention tensor rank. Collective."""
     if tensor_rank()[1] == 1:
         return [own]
     from baton.plugin_base.ranks import gather_bytes
@@ -106,7 +105,6 @@ def gather_ranks(queue: Any, own: bytes) -> list[bytes]:
 
 
 def region_maker(server: Any, args: Any) -> Callable[[int, int], Region]:
-    """Makes a region of an address and a number of bytes."""
     if server.device == "cpu":
         return host_region
     return lambda address, nbytes: cuda_region(address, nbytes, int(args.gpu_id))
@@ -141,7 +139,6 @@ def settle_of(server: Any) -> Callable[[], None]:
 
 
 def facts(scheduler: Any, args: Any, version: str) -> dict[str, str]:
-    """Facts that must be equal on P and D, besides geometries."""
     server, model = resolved(scheduler.server_args), scheduler.model_config
     known = {
         "engine": f"sglang {version}",

@@ -24,7 +24,7 @@ class SglangConfig(EngineSettings, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def read_config(environment: Mapping[str, str]) -> SglangConfig:
-    """Raises `ConfigError` for an unknown, invalid or missing setting."""
+    """Raises `ConfigError`."""
     if VARIABLE not in environment:
         raise ConfigError(VARIABLE, 'is not set; it needs at least {"engine_id": NAME, "keys": DIRECTORY}')
     try:

@@ -49,13 +49,13 @@ class BatonKVManager(CommonKVManager):
         server = compat.resolved(server_args)
         compat.check_server(server, get_parallel())
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
-        # It would take messages from anyone.
+        # SGLang's socket would take messages from anyone.
         self.server_socket.close(linger=0)
         self.prefill_info_table = _AnyPrefill()
         self.backend = start_rank_backend(args, disaggregation_mode.value, server, type(self).queue)
 
     def register_to_bootstrap(self) -> None:
-        """Does nothing: routers ask the server for its identity (`hooks`)."""
+        """Nothing: routers ask the server for its identity (`hooks`)."""
 
     def phase_of(self, leg: RankLeg) -> LegPhase:
         """With several tensor ranks, the phase of the last `agree`."""
@@ -188,7 +188,7 @@ class BatonKVReceiver(CommonKVReceiver):
         self.kv_mgr.backend.legs.abort(self.leg)
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
-        """A leg fails only when its pages are quiet, so nothing is deferred."""
+        """Nothing: a leg fails only when its pages are quiet."""
 
     def clear(self) -> None:
         pass
@@ -198,7 +198,7 @@ class BatonKVReceiver(CommonKVReceiver):
 
 
 class BatonKVBootstrapServer(BaseKVBootstrapServer):
-    """An empty class: clients choose no address."""
+    """Empty: clients choose no address."""
 
     def __init__(self, host: str, port: int) -> None:
         pass

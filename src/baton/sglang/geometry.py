@@ -62,7 +62,7 @@ def rules_of(owner: Owner, kind: Kind, window: int | None = None) -> Rules:
 
 @dataclass(frozen=True, slots=True)
 class RequestPages:
-    """Of a request. `window`: the prompt's last pages."""
+    """`window`: the prompt's last pages."""
 
     all: Sequence[int]
     window: Sequence[int] = ()
@@ -79,8 +79,9 @@ class BufferLayout:
     rules: dict[str, Rules]
 
     def final(self, num_tokens: int, num_computed: int) -> dict[str, int]:
-        """Per group with named pages, the final tokens of a prompt of `num_tokens` of which `num_computed` are
-        computed. At the end the drafter has run with the first output token."""
+        """Per group with named pages, the final tokens of a prompt of `num_tokens` with `num_computed` computed. At the
+        end the drafter has run with the first output token.
+        """
         ended = num_computed == num_tokens
         return {
             name: rules.final(num_tokens, num_computed, seeded=ended)
@@ -96,17 +97,14 @@ class BufferLayout:
         }
 
     def below(self, wanted: dict[str, Interval], hit: int) -> bool:
-        """Whether an entry before `hit` must move."""
         moved = [tokens for name, tokens in wanted.items() if self.rules[name].kind != "state"]
         return any(not tokens.empty and tokens.start < hit for tokens in moved)
 
     @property
     def shared(self) -> dict[str, str]:
-        """By group, the name of its block table."""
         return {name: "full" if rules.kind == "mla" else rules.kind for name, rules in self.rules.items()}
 
     def tables(self, num_tokens: int, pages: RequestPages) -> dict[str, list[int]]:
-        """Block tables by group."""
         missing = -(-num_tokens // self.page_size) - len(pages.window)
         window = [NULL_PAGE] * missing + list(pages.window) if pages.window else []
         tables = {"full": list(pages.all), "sliding_window": window, "state": list(pages.slots)}
@@ -122,7 +120,7 @@ def describe_buffers(
 ) -> BufferLayout:
     """`region` makes one of an address and a number of bytes. `turn`: as in `RankGeometry`.
 
-    Raises `ConfigError` for a buffer that is not whole pages of whole tokens.
+    Raises `ConfigError`.
     """
     layout = BufferLayout(page_size, [], {}, {})
     for buffer in buffers:

@@ -44,8 +44,9 @@ def prompt_digest(tokens: Sequence[int]) -> bytes:
 
 @dataclass(slots=True, eq=False)
 class RankLeg:
-    """`why`: the reason of a failure. A leg without a `ticket` was refused. `agreed`: the phase on which all tensor
-    ranks may act."""
+    """`why`: the reason of a failure. A leg without a `ticket` was refused. `agreed`: the phase that all tensor ranks
+    may act on.
+    """
 
     num_tokens: int
     ticket: SignedTicket | None
@@ -85,7 +86,6 @@ class RankLegs:
         settle: Callable[[], None] = lambda: None,
         abort_timeout: float = ABORT_TIMEOUT_S,
     ) -> None:
-        """`settle`: wait for the device."""
         self.counts: Counter[str] = Counter()
         self._layout = layout
         self._redeemer = redeemer
@@ -96,7 +96,6 @@ class RankLegs:
         self._agent: Agent | None = None
 
     def bind(self, agent: Agent) -> None:
-        """The agent's events go to `post`."""
         self._agent = agent
 
     @property
@@ -105,7 +104,7 @@ class RankLegs:
         return self._agent
 
     def post(self, event: ev.HandoffEvent) -> None:
-        """Called on the agent's thread."""
+        """For the agent's thread."""
         self._events.put(event)
 
     def poll(self, leg: RankLeg) -> LegPhase:
@@ -175,7 +174,7 @@ class RankLegs:
     # ------------------------------------------------------------ decode
 
     def open_decode(self, ticket: str | None, tokens: Sequence[int]) -> ReceiverLeg:
-        """It gets no pages before it is ready."""
+        """The leg gets no pages before it is ready."""
         leg = ReceiverLeg(len(tokens), None)
         self._redeem(leg, ticket, "decode", tokens)
         if leg.ticket is not None:
@@ -198,12 +197,10 @@ class RankLegs:
         tables = self._layout.tables(leg.num_tokens, replace(pages, all=table))
         self.agent.open_decode(leg.ticket, leg.num_tokens, wanted, tables)
 
-    # ------------------------------------------------------------ both
-
     def abort(self, leg: RankLeg) -> None:
         """Give a leg up. On return a prefill leg's pages may be freed; a decode leg's when the leg has failed.
 
-        Raises `HandoffError` if the agent does not answer.
+        Raises `HandoffError`.
         """
         if leg.ticket is None or leg.aborted or leg.phase in ("done", "failed"):
             return

@@ -18,7 +18,8 @@ _Place = tuple[int, int, int]
 @dataclass(frozen=True, slots=True)
 class RankPools:
     """The pools of tensor rank `rank` of `num_ranks`. `num_kv_heads`: the models'. `window`: number of tokens before a
-    query to which a windowed layer attends."""
+    query that a windowed layer attends to.
+    """
 
     target: Any
     draft: Any
@@ -39,7 +40,7 @@ class RankPools:
 
 
 def buffers(args: Any, pools: RankPools) -> list[KvBuffer]:
-    """The buffers that `KVArgs` names: the target's KV, the drafter's, then states. Raises `ConfigError` for others."""
+    """The target's KV, the drafter's, then states. Raises `ConfigError` for others."""
     places = _places(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)
     split, target, drafter = len(places) - args.num_draft_entries, pools.target, pools.draft
     found = _attention(places[:split], _full(target), "target", pools)
@@ -100,7 +101,7 @@ def _attention(
 
 
 def _index(places: Sequence[_Place], pool: Any, owner: Owner) -> list[KvBuffer]:
-    """Keys with which sparse attention selects tokens: in a page all keys, then all scales."""
+    """Sparse attention's index keys: in a page all keys, then all scales."""
     if places and (int(pool.index_kpool) != 1 or any(pool.skip_topk_layers)):
         raise ConfigError("model", "the plug-in knows sparse attention with a key per token in each layer")
     found = []
@@ -118,7 +119,7 @@ def _states(places: Sequence[_Place], pools: RankPools, conv_parts: Sequence[Seq
     buffer, the model's channels of q, k and v, each shared by the ranks; None: one block."""
     rank, num_ranks = pools.rank, pools.num_ranks
     found: list[KvBuffer] = []
-    # The iterator by which SGLang itself makes `places`.
+    # SGLang's own iterator for making `places`.
     entries = list(pools.target.mamba_pool._iter_transfer_state_entries())
     for place, parts, (field, tensor, axis, layer) in zip(places, conv_parts, entries, strict=True):
         whole, channels = axis is None, int(tensor.shape[1])

@@ -40,12 +40,10 @@ class RankBackend:
     transport: Transport
 
     def counts(self) -> dict[str, int]:
-        """Handoffs by outcome, and fields of `AgentStats`."""
         stats = self.agent.stats()
         return {**self.legs.counts, **{name: getattr(stats, name) for name in _AGENT_COUNTS}}
 
     def close(self) -> None:
-        """Stop the agent, which tells its peers, and release the memory."""
         self.agent.close()
         self.transport.close()
 
@@ -53,7 +51,7 @@ class RankBackend:
 def start_rank_backend(args: Any, mode: str, server: Any, queue: Any) -> RankBackend:
     """`args`: SGLang's `KVArgs`; `mode`: `prefill` or `decode`; `queue`: the scheduler's, which makes the manager.
 
-    Collective. Raises `ConfigError` for an unsupported cache or configuration.
+    Collective. Raises `ConfigError`.
     """
     settings = read_config(os.environ)
     version, model = compat.check_version(), queue.scheduler.model_config

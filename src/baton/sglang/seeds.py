@@ -1,4 +1,4 @@
-"""SGLang's metadata row of a request, which is spread over several buffers, as Baton's seeds, and back."""
+"""Converts SGLang's metadata row of a request, spread over several buffers, to Baton's seeds, and back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ class MetadataRows:
     num_bytes: Sequence[int]
 
     def read(self, row: int) -> Seeds:
-        """The row that P filled."""
         parts = [ctypes.string_at(address, size) for address, size in self._places(row)]
         token = int.from_bytes(parts[0][:_TOKEN_BYTES], "little")
         return Seeds(first_token=token, drafter_states=msgspec.msgpack.encode(parts))

@@ -25,7 +25,7 @@ _MAX_STEP_S = 0.25
 
 
 def grammar_problem(tokens: LLTokenizer, source: str) -> str:
-    """What is wrong with a grammar or its first steps; empty if nothing is."""
+    """A fault of a grammar or its first steps; empty if none."""
     matcher = LLMatcher(tokens, source, log_level=0, limits=parser_limits())
     if matcher.is_error():
         return matcher.get_error()

@@ -67,7 +67,7 @@ class Checker:
             raise grammar_error(problem)
 
     def _ask(self, value: object, limit_s: float) -> str:
-        """The process's answer to `value`. Raises `TimeoutError`, and `OSError` or `ValueError` if it has ended."""
+        """Raises `TimeoutError`, and `OSError` or `ValueError` if the process has ended."""
         assert self._process is not None
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -35,7 +35,7 @@ class DraftMatchers:
         self._matchers: OrderedDict[tuple[str, StructuredOutputsParams], Matcher] = OrderedDict()
 
     def at(self, known: Sequence[Known | None]) -> Constrained:
-        """The constraints of one plan. `known`: None for requests without a grammar."""
+        """None: a request without a grammar."""
         return Constrained([self._at(one) if one is not None else None for one in known])
 
     def _at(self, known: Known) -> Matcher | None:

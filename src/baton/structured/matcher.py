@@ -26,7 +26,7 @@ class Allowed:
         return bool(allowed.any())
 
     def num_followed(self, drafts: Sequence[int]) -> int:
-        """Leading drafts that are allowed, and after which some token is."""
+        """How many leading drafts are allowed and leave some token allowed after them."""
         for row, draft in enumerate(drafts):
             if not self.bits[row, draft // 8] >> draft % 8 & 1 or not self.bits[row + 1].any():
                 return row
@@ -55,8 +55,9 @@ class Matcher:
         self._tokens: list[int] = []
 
     def move(self, output_ids: Sequence[int]) -> None:
-        """To the end of the output. Raises `RequestError` if they do not follow the grammar, or if it takes too much
-        work."""
+        """Move to the end of the output. Raises `RequestError` if they do not follow the grammar, or if that takes too
+        much work.
+        """
         num_same = _num_common(self._tokens, output_ids)
         surplus = len(self._tokens) - num_same
         if surplus and not self._matcher.rollback(surplus):
@@ -67,7 +68,7 @@ class Matcher:
                 raise grammar_error(self._matcher.get_error() or "the output does not follow it")
 
     def consume(self, token: int) -> bool:
-        """Returns False, without changes, if the token is not allowed or ends the output."""
+        """False, without changes, if the token is not allowed or ends the output."""
         if token in self._eos_ids or self._matcher.try_consume_tokens([token]) != 1:
             return False
         self._tokens.append(token)
@@ -83,8 +84,9 @@ class Matcher:
         return bits
 
     def allowed(self, output_ids: Sequence[int], drafts: Sequence[int]) -> Allowed:
-        """The allowed tokens for the next position and after each draft, up to the first that is not allowed. Raises
-        `RequestError`."""
+        """The allowed tokens for the next position and after each draft, up to the first forbidden draft. Raises
+        `RequestError`.
+        """
         self.move(output_ids)
         rows = [self.bits()]
         for draft in drafts:
@@ -94,7 +96,6 @@ class Matcher:
         return Allowed(np.stack(rows))
 
     def follows(self, output_ids: Sequence[int], drafts: Sequence[int]) -> int:
-        """How many leading drafts the grammar allows."""
         self.move(output_ids)
         for count, draft in enumerate(drafts):
             if not self.consume(draft):

@@ -110,7 +110,6 @@ def parser_limits() -> LLParserLimits:
 
 
 def grammar_error(why: str) -> RequestError:
-    """`why` becomes one line of limited length."""
     line = " ".join(why.replace("<non-verbose/>", "").split())
     line = "it allows no output" if line in ("", _NO_OUTPUT) else line[:300]
     return RequestError(f"the grammar is refused: {line}", PARAM)

@@ -45,7 +45,7 @@ def run_suite(uri: str, device: str | None = None) -> tuple[dict[str, str], list
 
 
 def format_table(columns: Sequence[tuple[str, dict[str, str]]]) -> str:
-    """Rows of checks, columns of transports (name, cells)."""
+    """Rows are checks, columns transports: (name, cells)."""
     names = check_names()
     width = max(len(name) for name in names)
     lines = [" ".join([f"{'check':{width}}", *(f"{scheme:>9}" for scheme, _ in columns)])]

@@ -13,8 +13,7 @@ from baton.handoff.protocol.messages import AttemptKey
 E = TypeVar("E")
 
 
-def _nothing(key: AttemptKey, event: LegEvent) -> None:
-    """Of an agent from which nothing comes."""
+def _nothing(key: AttemptKey, event: LegEvent) -> None: ...
 
 
 class RecordingAgent(Agent):
@@ -39,9 +38,7 @@ class RecordingAgent(Agent):
 
     @property
     def kinds(self) -> list[type[LegEvent]]:
-        """The types of the posted events, in order."""
         return [type(event) for _, event in self.posted]
 
     def of(self, kind: type[E]) -> list[E]:
-        """The posted events of one type, in order."""
         return [event for _, event in self.posted if isinstance(event, kind)]

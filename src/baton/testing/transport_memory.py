@@ -61,5 +61,4 @@ def allocate(transport: Transport, name: str, nbytes: int, device: str | None) -
 
 
 def register(transport: Transport, memory: Sequence[RegisteredMemory]) -> bytes:
-    """Raises as `Transport.register` does."""
     return transport.register([part.region if isinstance(part, OnDevice) else part for part in memory])

@@ -47,7 +47,7 @@ class NearSide:
             side.close()
 
     def soon(self, holds: Callable[[], bool]) -> bool:
-        """Wait for a condition. False after `WAIT_S`."""
+        """False after `WAIT_S`."""
         deadline = time.monotonic() + WAIT_S
         while not holds():
             if time.monotonic() > deadline:

@@ -52,7 +52,7 @@ class FarSide(ABC):
         return False
 
     def go_on(self) -> None:  # noqa: B027
-        """Let it run again."""
+        ...
 
 
 class NearbyPeer(FarSide):
@@ -113,7 +113,6 @@ class SpawnedPeer(FarSide):
 
 
 def serve_peer(uri: str, device: str | None = None) -> None:
-    """Answer requests on stdin until it ends."""
     transport = create_transport(uri)
     peer: NearbyPeer | None = None
     try:

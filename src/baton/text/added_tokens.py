@@ -21,7 +21,8 @@ _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 class AddedTokens:
     """The tokens declared in a directory. `special`: by name, such as `eos_token`, for templates. Raises
-    `CheckpointError` with the name of a malformed file."""
+    `CheckpointError`.
+    """
 
     def __init__(self, root: Path) -> None:
         self._path = root / "tokenizer_config.json"

@@ -1,4 +1,4 @@
-"""The form in which a chat template reads the content of messages: one string, or a list of parts.
+"""How a chat template reads the content of messages: one string, or a list of parts.
 
 The rule is vLLM's (`vllm/renderers/hf.py:_detect_content_format`, 0.32): a template that loops over a message's content
 gets `[{"type": "text", "text": ...}]`; any other gets a string, the parts joined by newlines.
@@ -42,7 +42,7 @@ def with_content(message: Mapping[str, Any], form: ContentFormat) -> dict[str, A
 
 
 def content_text(message: Mapping[str, Any]) -> str:
-    """The text of a message that `with_content` returned."""
+    """Of a message from `with_content`."""
     content = message["content"]
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
@@ -55,7 +55,7 @@ def _text(part: object) -> str:
 
 
 class _UnknownTargetError(Exception):
-    """A loop or assignment unpacks its value, which vLLM's rule does not follow."""
+    """Unpacking in a loop or assignment, which vLLM's rule does not follow."""
 
 
 def _loops_over_content(template: nodes.Template) -> Iterator[bool]:
@@ -77,7 +77,6 @@ def _loops_over_content(template: nodes.Template) -> Iterator[bool]:
 
 
 def _aliases(template: nodes.Template, variable: str) -> list[str]:
-    """The variable and all that are assigned from it."""
     found = [variable]
     for name in found:
         for assign in template.find_all(nodes.Assign):
@@ -87,7 +86,7 @@ def _aliases(template: nodes.Template, variable: str) -> list[str]:
 
 
 def _content_parameters(template: nodes.Template, macro: nodes.Macro, messages: list[str]) -> set[str]:
-    """Those that get a message's content in some call."""
+    """Parameters that get a message's content in some call."""
     names = [argument.name for argument in macro.args]
     found: set[str] = set()
     for call in template.find_all(nodes.Call):
@@ -103,7 +102,6 @@ def _content_parameters(template: nodes.Template, macro: nodes.Macro, messages: 
 
 
 def _reads(node: nodes.Node | None, variable: str, key: str | None = None) -> bool:
-    """Whether an expression is a variable, or its member `key`."""
     while isinstance(node, (nodes.Filter, nodes.Test)) or (
         isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     ):

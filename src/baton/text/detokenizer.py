@@ -46,7 +46,7 @@ class IncrementalDetokenizer:
         self._num_emitted = len(self._complete(self._text())) if self._window and not self._in_bytes else 0
 
     def push(self, token_id: int) -> str:
-        """Returns the text that is complete now, perhaps empty."""
+        """The text that is now complete."""
         if token_id in self._hidden:
             return ""
         raw = self._spelling.raw(token_id)
@@ -73,7 +73,7 @@ class IncrementalDetokenizer:
         return out
 
     def flush(self) -> str:
-        """The held text at the sequence's end. An incomplete character becomes U+FFFD."""
+        """The held text, at the end. An incomplete character becomes U+FFFD."""
         out = self._leave_bytes()
         if self._spelling.in_bytes or not self._window:
             return out
@@ -83,7 +83,6 @@ class IncrementalDetokenizer:
         return out
 
     def _leave_bytes(self) -> str:
-        """The UTF-8 decoder has emitted the run's text."""
         if not self._in_bytes:
             return ""
         self._in_bytes = False

@@ -10,7 +10,7 @@ from baton.errors import CheckpointError
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """{} without such a file. Raises `CheckpointError` with the file's name."""
+    """{} without such a file. Raises `CheckpointError`."""
     if not path.is_file():
         return {}
     try:

@@ -20,7 +20,7 @@ _CONTROL, _USER_DEFINED = 3, 4
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _OF_BYTE = {byte: character for character, byte in ALPHABET.items()}
-# Of a text, a turn, and a message.
+# Ends of a text, a turn, and a message.
 _ENDS = ("eos", "eot", "eom")
 
 _LLAMA3 = (
@@ -41,14 +41,14 @@ _SPLITS: Mapping[str, str | None] = {
     "gpt-2": None,
     "smollm": None,
 }
-# Characters that cutting all tokens everywhere may copy: sixteen times those of a vocabulary of 262,144 tokens.
+# Limit of characters copied by cutting all tokens everywhere: sixteen times a vocabulary of 262,144 tokens.
 _MOST_CUT = 1 << 28
 _OF_LLAMA3 = ("llama3", "llama-v3", "llama-bpe")
 _DIGITS_ALONE = ("smollm",)
 
 
 def gguf_tokenizer(metadata: Metadata) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-    """The tokenizer and its `tokenizer_config.json`. Raises `CheckpointError` with the key that is not supported."""
+    """The tokenizer and its `tokenizer_config.json`. Raises `CheckpointError`."""
     kind = metadata.get("tokenizer.ggml.model")
     build = _BUILDERS.get(str(kind))
     if build is None:
@@ -73,7 +73,7 @@ def gguf_tokenizer(metadata: Metadata) -> tuple[tokenizers.Tokenizer, dict[str, 
 
 
 def end_tokens(metadata: Metadata) -> list[int]:
-    """Raises `CheckpointError` for a value that is no token id."""
+    """Raises `CheckpointError`."""
     found = (_token_id(metadata, name) for name in _ENDS)
     return sorted({number for number in found if number is not None})
 

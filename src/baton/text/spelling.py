@@ -56,7 +56,7 @@ class Spelling:
         if token_id in self.byte_values:
             return bytes([self.byte_values[token_id]])
         if self.in_bytes or self.mixed:
-            # As in the decoder: a token with any character outside the alphabet is plain text.
+            # A token with any character outside the alphabet is plain text, as in the decoder.
             known = [ALPHABET.get(character) for character in token]
             return token.encode() if None in known else bytes(value for value in known if value is not None)
         if self._anchor is None:

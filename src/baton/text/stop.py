@@ -13,20 +13,18 @@ from collections.abc import Sequence
 
 class StopChecker:
     def __init__(self, stop: Sequence[str], include_stop: bool = False) -> None:
-        """`include_stop`: the text ends after the stop string instead of before it."""
+        """`include_stop`: end the text after the stop string, not before it."""
         self._stop = tuple(stop)
         # Kept here, since the cache may evict the tables.
         self._borders = [_borders(text) for text in self._stop]
         self._include = include_stop
-        # Per stop string: the length of its longest prefix with which the text ends.
+        # Per stop string: the length of its longest prefix that the text ends with.
         self._num_matched = [0] * len(self._stop)
         self._held = ""
         self.matched: str | None = None
 
     def push(self, piece: str, armed: bool = True) -> str:
-        """Returns the text that may be shown.
-
-        Sets `matched` when a stop string is complete; push no more then. `armed` false (before min_tokens): complete
+        """Sets `matched` when a stop string is complete; push no more then. `armed` false (before min_tokens): complete
         stop strings are ordinary text.
         """
         if not self._stop:
@@ -46,7 +44,7 @@ class StopChecker:
         return text[:shown]
 
     def flush(self) -> str:
-        """The held text, at the end without a match."""
+        """At the end without a match."""
         held, self._held = self._held, ""
         return held
 

@@ -32,14 +32,14 @@ DEFAULT, TOOL_USE = "default", "tool_use"
 TEMPLATE_DIRECTORY = "additional_chat_templates"
 # Templates read the first, gpt-oss's the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-# As in vLLM: text without any of these is a file name.
+# Text without any of these is a file name, as in vLLM.
 _TEMPLATE_CHARS = frozenset("{}\n")
 
 
 def read_template_option(given: str) -> str:
     """`--chat-template`: a file's name, else the text itself, as in vLLM.
 
-    Raises `ConfigError` for an unreadable file or invalid Jinja.
+    Raises `ConfigError`.
     """
     try:
         text = Path(given).read_text(encoding="utf-8")
@@ -72,7 +72,7 @@ def read_templates(root: Path, settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 class ChatTemplate:
-    """Raises `CheckpointError` if `source` is not valid Jinja."""
+    """Raises `CheckpointError`."""
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], content_format: ContentFormatOption = "auto"
@@ -82,7 +82,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
-        # Helpers of transformers, on which templates rely.
+        # Helpers of transformers that templates rely on.
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda fmt: datetime.datetime.now().strftime(fmt)
         environment.globals["dict"] = _Dict()
@@ -114,8 +114,8 @@ class ChatTemplate:
     ) -> str:
         """`variables`: set by the client, such as `enable_thinking`.
 
-        Raises `RequestError("messages")` if the template refuses the messages, and
-        `RequestError("chat_template_kwargs")` for a variable that clients may not set.
+        Raises `RequestError("messages")` if the template refuses them, and `RequestError("chat_template_kwargs")` for a
+        variable that clients may not set.
         """
         given: dict[str, Any] = {
             "messages": self._shown(messages),

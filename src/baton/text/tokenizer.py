@@ -96,7 +96,7 @@ class Tokenizer:
     def with_templates(self, chat_template: str | None, content_format: ContentFormatOption) -> Tokenizer:
         """None: the templates of this tokenizer.
 
-        Raises `ConfigError` for text that is not Jinja, and for an unknown `content_format`.
+        Raises `ConfigError`.
         """
         if content_format not in (formats := get_args(ContentFormatOption)):
             raise ConfigError("chat_template_content_format", f"{content_format!r} is not one of {', '.join(formats)}")
@@ -115,8 +115,8 @@ class Tokenizer:
         return {name: ChatTemplate(text, self._special_tokens, content_format) for name, text in sources.items()}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """`add_special_tokens`: such as BOS. Releases the GIL."""
-        # Without character offsets: half the time, and a fraction of the memory.
+        """Releases the GIL."""
+        # Without character offsets, in half the time and a fraction of the memory.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
@@ -137,7 +137,6 @@ class Tokenizer:
         return str(self._backend.id_to_token(token_id) or "")
 
     def json(self) -> str:
-        """The tokenizer in the format of tokenizer.json."""
         return str(self._backend.to_str())
 
     @property
@@ -151,9 +150,8 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """As `ChatTemplate.render`. Encode the text with `add_special_tokens=False`: templates write BOS themselves.
-
-        Raises `RequestError("messages")` also if there is no template.
+        """See `ChatTemplate.render`. Encode the text with `add_special_tokens=False`: templates write BOS
+        themselves.
         """
         named = TOOL_USE if tools is not None and TOOL_USE in self._templates else DEFAULT
         template = self._templates.get(named)

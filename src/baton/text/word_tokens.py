@@ -16,7 +16,7 @@ def word_tokens(words: tuple[str, ...], tokenizer: Tokenizer, vocab_size: int) -
     """The tokens of each word at the beginning of a text, and after a space if that gives as many tokens with a
     different first one, as in vLLM 0.32 (`SamplingParams.update_from_tokenizer`).
 
-    Raises `RequestError` for a word without tokens, for too many words, and without a tokenizer.
+    Raises `RequestError`, also without a tokenizer.
     """
     if words and not tokenizer.vocab_size:
         raise RequestError("bad_words are not for an engine without a tokenizer", PARAM)

@@ -133,7 +133,7 @@ class Peer(Protocol):
 
 
 class Transport(Protocol):
-    """One side of all its connections. Any thread."""
+    """All connections of one side. Thread-safe."""
 
     @property
     def scheme(self) -> str: ...
@@ -141,7 +141,7 @@ class Transport(Protocol):
     def allocate(self, name: str, nbytes: int) -> ByteArray:
         """Zeroed memory `[nbytes]` uint8 that can be registered. `name` is for humans.
 
-        Raises `TransportError` if the host has too little memory.
+        Raises `TransportError`.
         """
         ...
 
@@ -149,7 +149,7 @@ class Transport(Protocol):
         """Open `regions` to peers, and return the descriptor for a peer's `connect`. All are in host memory, or all on
         one device.
 
-        Raises `TransportError` for memory that the transport cannot open, or at a second call.
+        Raises `TransportError`, also at a second call.
         """
         ...
 
@@ -169,8 +169,9 @@ class Transport(Protocol):
         ...
 
     def cancel(self, operation: Operation) -> None:
-        """Return at once. The operation ends when none of its bytes is in flight; if the peer hangs, that may be never.
-        Copied bytes stay copied."""
+        """Return at once. The operation ends when none of its bytes is in flight, perhaps never if the peer hangs.
+        Copied bytes stay copied.
+        """
         ...
 
     def disconnect(self, peer: Peer) -> None:
@@ -184,7 +185,7 @@ class Transport(Protocol):
 
 
 def future_of(make: Callable[[], Peer]) -> Future[Peer]:
-    """A finished future, for transports that connect without waiting."""
+    """For transports that connect without waiting."""
     future: Future[Peer] = Future()
     finish_future(future, make)
     return future
@@ -205,7 +206,7 @@ def finish_future(future: Future[Peer], make: Callable[[], Peer]) -> None:
 
 
 def check_regions(regions: Sequence[Region]) -> list[ByteArray]:
-    """Raises `TransportError` unless each is a flat, writable uint8 array in host memory."""
+    """Raises `TransportError` unless all are flat, writable uint8 arrays in host memory."""
     checked = []
     for region in regions:
         if isinstance(region, DeviceMemory):
@@ -247,7 +248,6 @@ _open: weakref.WeakSet[Transport] = weakref.WeakSet()
 
 
 def source_and_dest(direction: Direction, own: R, far: R) -> tuple[R, R]:
-    """Raises `ProtocolError` for an invalid direction."""
     if direction not in ("read", "write"):
         raise ProtocolError(f"direction must be read or write, got {direction!r}")
     return (own, far) if direction == "write" else (far, own)

@@ -42,7 +42,6 @@ class Job:
 
 
 def make_job(operation: Operation, direction: Direction, rows: Runs) -> Job:
-    """A batch has at most `BATCH_RUNS` runs and `BATCH_BYTES` bytes."""
     rows = split_runs(rows, BATCH_BYTES)
     return Job(operation, direction, rows, batch_bounds(rows[:, 2], BATCH_RUNS, BATCH_BYTES))
 

@@ -36,7 +36,7 @@ _I32, _I64, _LINE = ir.IntType(32), ir.IntType(64), ir.VectorType(ir.IntType(8),
 
 def _step_by(past_caches: bool) -> Callable[..., Any]:
     def _step(typing_context: Any, dest: Any, source: Any) -> Any:
-        """Copy `STEP_BYTES` from any address to a line-aligned one."""
+        """Copy `STEP_BYTES` to a line-aligned address."""
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             def line(address: Any, offset: int) -> Any:
@@ -154,7 +154,7 @@ def _copy_runs(
 
 _column = types.Array(types.int64, 1, "C", readonly=False)
 _signature = types.int64(types.int64, types.int64, _column, _column, _column, types.Array(types.int64, 1, "C"))
-# At import (later from the cache), never during a transfer.
+# Compiled at import (later from the cache), never during a transfer.
 _compiled = cast("Callable[..., int]", numba.njit(_signature, nogil=True, cache=True, boundscheck=False)(_copy_runs))
 
 

@@ -60,8 +60,6 @@ SeedsT = TypeVar("SeedsT")  # a type of the handoff
 
 
 class FaultSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options: see the module."""
-
     fault: FaultKind
     region: int | None = None
     every: int = 1
@@ -143,7 +141,7 @@ class FaultyTransport:
             if hit:
                 self._seen += 1
                 hit = (self._seen - 1) % self._spec.every == 0
-            # Let the wrapped transport refuse with its own error.
+            # The wrapped transport refuses with its own error.
             if not hit or self._closed or not peer.alive() or len(copies) == 0:
                 return self._inner.submit(peer, direction, copies, tag)
             own, far = [region.size for region in self._regions], peer.region_sizes
@@ -259,7 +257,7 @@ def _part(copies: CopyList, rows: slice | np.ndarray) -> CopyList:
 
 
 def _change(copies: CopyList, spec: FaultSpec) -> CopyList:
-    """The copy list to submit, for faults that only change the list."""
+    """For faults that only change the list."""
     if spec.fault in ("drop", "drop-draft"):
         return _part(copies, slice(0, 0))
     page = spec.page_bytes

@@ -28,7 +28,7 @@ class Contact(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 def check_contact(contact: Contact) -> None:
-    """Raises `ProtocolError` for a contact that no lifeline would create."""
+    """Raises `ProtocolError`."""
     if not (0 < contact.port < 1 << 16 and 0 < contact.pid < 1 << 31 and len(contact.secret) == 16):
         raise ProtocolError("the contact in the descriptor is out of range")
     try:
@@ -38,7 +38,7 @@ def check_contact(contact: Contact) -> None:
 
 
 class ProcessWatch:
-    """Always alive for processes of another host or pid namespace."""
+    """Processes of another host or pid namespace are never seen dead."""
 
     def __init__(self, pid: int, start_time: str, host_key: str) -> None:
         self._owner = pid, start_time
@@ -60,7 +60,7 @@ class ProcessWatch:
             return False  # unknown, for example if no file descriptor is left
 
     def dead(self) -> bool:
-        """Every thread of the process, and so its memory, is gone."""
+        """Every thread of the process is gone, and so its memory."""
         if not self._gone and self._release is not None:
             poller = select.poll()
             poller.register(self._fd, select.POLLIN)
@@ -86,15 +86,15 @@ def own_host_key() -> str:
 
 
 def process_start_ticks(pid: int) -> str:
-    """Clock ticks from boot to the start of a process; "" if there is none. Raises `OSError` as `stat_of` does."""
+    """Clock ticks from boot to the start of a process; "" if none. Raises `OSError` as `stat_of` does."""
     fields = stat_of(pid)
     return fields[19] if fields else ""
 
 
 def stat_of(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the third (state) on; empty if there is no such process.
+    """Fields of /proc/PID/stat from the third (state) on; empty for an unknown process.
 
-    Raises `OSError` if that is unknown: without a file descriptor a process cannot be inspected.
+    Raises `OSError` if unknown, as without a free file descriptor.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text("ascii", "replace")

@@ -40,7 +40,7 @@ _OF_ONE_USER = ("local", "shm", "cuda_ipc")
 
 
 def read_options(scheme: str, query: dict[str, str], kind: type[OptionsT]) -> OptionsT:
-    """Raises `ConfigError` for an unknown option or one out of range."""
+    """Raises `ConfigError`."""
     try:
         return msgspec.convert(query, kind, strict=False)
     except msgspec.ValidationError as error:
@@ -48,7 +48,6 @@ def read_options(scheme: str, query: dict[str, str], kind: type[OptionsT]) -> Op
 
 
 def refuse_options(scheme: str, query: dict[str, str]) -> None:
-    """Raises `ConfigError` for any option."""
     if query:
         raise ConfigError("transport", f"{scheme} has no option {sorted(query)[0]!r}")
 
@@ -56,7 +55,7 @@ def refuse_options(scheme: str, query: dict[str, str]) -> None:
 def parse_uri(text: str) -> tuple[str, dict[str, str]]:
     """Scheme and options of a name (`nixl`) or URI (`scheme://?option=value`; a path is the option `path`).
 
-    Raises `ConfigError` for a malformed URI or an unknown name.
+    Raises `ConfigError`.
     """
     known = _factories()
     expected = f"expected a name or scheme://?option=value, got {text!r}; known: {', '.join(sorted(known))}"

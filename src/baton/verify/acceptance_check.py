@@ -25,7 +25,6 @@ class Acceptance:
         return Acceptance(self.num_drafts + other.num_drafts, tuple(a + b for a, b in pairs))
 
     def since(self, before: Acceptance) -> Acceptance:
-        """Raises `ProtocolError` if counters decreased."""
         pairs = zip_longest(self.accepted, before.accepted, fillvalue=0)
         found = Acceptance(self.num_drafts - before.num_drafts, tuple(a - b for a, b in pairs))
         if min(found.num_drafts, *found.accepted, 0) < 0:
@@ -34,7 +33,6 @@ class Acceptance:
 
     @property
     def rates(self) -> list[float]:
-        """Accepted drafts per verification, by position."""
         return [count / self.num_drafts for count in self.accepted] if self.num_drafts else []
 
 

@@ -47,7 +47,7 @@ class Bounds:
     ) -> Bounds:
         """None: the default, strict unless a side is a server.
 
-        Raises `ConfigError` for a value that is out of range.
+        Raises `ConfigError`.
         """
         if near_tie is None:
             near_tie = DEFAULT_NEAR_TIE if servers else 0.0
@@ -66,7 +66,7 @@ class Bounds:
         return cls(near_tie, logprob_tolerance, acceptance_tolerance, acceptance_required, servers)
 
     def check(self, want: Answers, have: Answers) -> AcceptanceCheck:
-        """Compare the counters of both sides, or else the answers."""
+        """Compare counters, or else the answers."""
         reference, candidate = of_answers(want.observed), of_answers(have.observed)
         found = check_acceptance(want.counters, have.counters, self.acceptance, self.acceptance_required)
         if found.compared or self.acceptance_required:
@@ -75,8 +75,8 @@ class Bounds:
             return check_acceptance(reference, candidate, self.acceptance, required=False)
         if self.servers:
             return found
-        # An engine started by verify that reports no verifications does not draft. Show the reference's counters, with
-        # which other modes are compared.
+        # An engine started by verify that reports no verifications does not draft. Other modes are compared with the
+        # reference's counters.
         return AcceptanceCheck(reference if isinstance(want.counters, str) else want.counters, candidate)
 
 
@@ -96,7 +96,7 @@ def parse_lengths(text: str) -> list[int]:
 
 
 def parse_modes(text: str | None, served: bool = False) -> list[str]:
-    """Names of `MODES`. A `served` candidate has one mode of its own, or the given kv_modes. Raises `ConfigError`."""
+    """Names of `MODES`. A `served` candidate has one own mode, or the given kv_modes. Raises `ConfigError`."""
     if text is None:
         return ["candidate"] if served else list(DEFAULT_MODES)
     known = MODES[:2] if served else MODES
@@ -117,7 +117,7 @@ def choose_cases(
     token_range: str,
     params: SamplingParams,
 ) -> list[Case]:
-    """Cases from a file of prompts or chats, text for the model's tokenizer, or random tokens.
+    """From a file of prompts or chats, text for the model's tokenizer, or random tokens.
 
     Raises `ConfigError`, `CheckpointError`.
     """

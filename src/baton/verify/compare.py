@@ -44,7 +44,6 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing but near-ties differs."""
         return not self.differences and not self.check.failed
 
 
@@ -78,7 +77,6 @@ def compare_answers(
 
 
 def of_answers(observed: Sequence[Observed]) -> Acceptance | None:
-    """None if the answers do not report it."""
     if not any(o.accepted for o in observed):
         return None
     rounds = [accepted for o in observed for accepted in o.accepted or ()]
@@ -86,7 +84,6 @@ def of_answers(observed: Sequence[Observed]) -> Acceptance | None:
 
 
 def acceptance_rates(observed: Sequence[Observed]) -> list[float]:
-    """The share of verifications that accepted each draft position."""
     found = of_answers(observed)
     return found.rates if found else []
 
@@ -169,7 +166,7 @@ def _acceptance_difference(want: Observed, have: Observed) -> str | None:
 
 
 def _draft_position(want: Observed, position: int) -> str:
-    """A token's draft position in the reference's verifications. The first token comes from the prefill."""
+    """In the reference's verifications. The first token comes from the prefill."""
     if not want.accepted or position == 0:
         return " (first token)" if position == 0 else ""
     token = 1

@@ -51,7 +51,7 @@ def count_drafts(samples: Sequence[Sample]) -> Acceptance | None:
 
 
 async def read_counters(client: OpenAIClient, urls: Sequence[str]) -> Acceptance:
-    """The sum over `urls`. Raises `EngineUnavailableError` without counters, `ProtocolError` for malformed metrics."""
+    """The sum over `urls`. Raises `EngineUnavailableError` without counters, `ProtocolError`."""
     total = Acceptance(0, ())
     for url in urls:
         try:
@@ -76,7 +76,6 @@ async def read_settled(client: OpenAIClient, urls: Sequence[str]) -> Acceptance:
 
 
 async def read_handed_back(client: OpenAIClient) -> int:
-    """How many prefixes a router has handed back. Raises `BatonError`."""
     samples = await client.samples()
     done = [s for s in samples if s.name == "baton:router_hand_backs_total" and s.labels.get("outcome") == "completed"]
     return sum(_count(sample.value) for sample in done)

@@ -1,4 +1,4 @@
-"""Send requests to a side (an engine in this process, or an OpenAI server) and record its answers."""
+"""Sends requests to a side (an engine in this process, or an OpenAI server) and records its answers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """One answer. What the source does not report is None. `error` is set if there is no answer.
+    """One answer. What the source does not report is None. `error` is set without an answer.
 
     - `prompt_token_ids`: only of chats, from the side's template.
     - `top`: per token, the logprobs of the most likely token ids and of the chosen one.
@@ -72,7 +72,7 @@ def make_cases(tokenizer: Tokenizer, lengths: Sequence[int], params: SamplingPar
 
 
 def next_turns(cases: Sequence[Case], answers: Sequence[Observed]) -> list[Case]:
-    """Prompt, answer, and then the prompt's first tokens. A failed answer has no next turn."""
+    """Prompt, answer, and the prompt's first tokens again. A failed answer has no next turn."""
     turns = []
     for case, answer in zip(cases, answers, strict=True):
         if answer.error is None:
@@ -82,7 +82,6 @@ def next_turns(cases: Sequence[Case], answers: Sequence[Observed]) -> list[Case]
 
 
 def progress_bar(**options: Any) -> tqdm[NoReturn]:
-    """Shown after two seconds, on a terminal alone."""
     return tqdm(**{"desc": "answers"} | options, unit="request", delay=_BAR_DELAY_S, leave=False, disable=None)
 
 
@@ -163,7 +162,7 @@ def chat_body(model: str, case: Case, chat: Chat) -> dict[str, Any]:
 
 
 def _body(model: str, params: SamplingParams) -> dict[str, Any]:
-    """Sets every parameter that may have a default on a server."""
+    """Sets every parameter that a server may have a default for."""
     body: dict[str, Any] = {
         "model": model,
         "max_tokens": params.max_tokens,
@@ -182,7 +181,7 @@ def _body(model: str, params: SamplingParams) -> dict[str, Any]:
 
 
 def observed(answer: Completion, max_tokens: int) -> Observed:
-    """Raises `ProtocolError` if the answer contradicts itself or the request."""
+    """Raises `ProtocolError`."""
     choice = answer.choices[0]
     token_ids = answer_token_ids(choice)
     if len(token_ids) > max_tokens:

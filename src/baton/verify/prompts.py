@@ -40,7 +40,6 @@ def parse_token_range(text: str) -> range:
 
 
 def random_prompts(lengths: Sequence[int], token_range: range, seed: int) -> list[list[int]]:
-    """One per length, determined by the seed."""
     rng = random.Random(seed)
     return [[rng.randrange(token_range.start, token_range.stop) for _ in range(length)] for length in lengths]
 

@@ -72,7 +72,7 @@ class ServerSide:
     def answers(self, cases: Sequence[Case], kv_mode: str | None = None, salted: bool = False) -> Answers:
         """`salted`: do not let vLLM reuse prefixes.
 
-        Raises `EngineUnavailableError` or `ProtocolError` if the server lists no model, or lacks required counters.
+        Raises `EngineUnavailableError`, `ProtocolError`.
         """
         return asyncio.run(self._answers(cases, kv_mode, salted))
 
@@ -81,7 +81,6 @@ class ServerSide:
         return asyncio.run(self._read_prompts(path, add_special_tokens))
 
     def bos(self) -> int | None:
-        """The BOS token that the server adds to texts, or None."""
         try:
             return asyncio.run(self._bos())
         except BatonError:
@@ -104,7 +103,7 @@ class ServerSide:
         return Answers(observed, counters)
 
     async def _counters(self, client: OpenAIClient, before: Acceptance | str | None = None) -> Acceptance | str:
-        """The counters now, or their increase since `before`."""
+        """The counters, or their increase since `before`."""
         urls = self.metrics or (f"{self.url}/metrics",)
         if isinstance(before, str):
             return before

@@ -14,8 +14,6 @@ _READ_SIZE = 1 << 20
 
 
 class LoraRequest(Protocol):
-    """The part of vLLM's `LoRARequest` used here."""
-
     lora_name: str
     lora_int_id: int
     lora_path: str
@@ -51,7 +49,6 @@ class Adapters:
 
 
 def _digest(files: list[Path]) -> str:
-    """128-bit hex digest of names and bytes."""
     digest = hashlib.blake2b(digest_size=16)
     for path in files:
         digest.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())

@@ -19,7 +19,7 @@ _DELTA_NET = "QwenGatedDeltaNetAttention"  # by name, since vLLM moved its modul
 
 
 def split_cache_groups(kv_cache_config: Any) -> list[CacheTable]:
-    """vLLM's cache groups, split by kind, window and block size. Raises `ConfigError` for an unknown kind of cache."""
+    """vLLM's cache groups, split by kind, window and block size. Raises `ConfigError`."""
     from vllm.v1 import kv_cache_interface as kv
 
     tables = []
@@ -99,7 +99,7 @@ def state_parts(config: Any, layers: Iterable[str]) -> dict[str, tuple[StatePart
 
 
 def layout_name(config: Any, layer: str) -> str:
-    """The code that stores a layer's cache. Pages of engines with equal names have the same layout."""
+    """Names the code that stores a layer's cache. Equal names mean the same layout of pages."""
     module = config.compilation_config.static_forward_context[layer]
     if hasattr(module, "get_state_shape"):
         from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout

@@ -23,12 +23,12 @@ WITH_RANKS = ("0.32", "0.33")
 _RANKED = " and ".join(WITH_RANKS)
 BY_LAYER = ("0.32",)  # versions whose hooks are tested
 FIRST_DRAFTS = ("0.32",)  # versions whose scheduler output is tested
-# Models of gated delta nets, and the chunk size of their kernel: a prompt computed in two parts has the same bits only
-# if it is split at a multiple.
+# Models of gated delta nets, and the chunk size of their kernel: only a prompt split at a multiple has the bits of a
+# whole one.
 DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 DELTA_CHUNK = 64
-# Types of their states that vLLM's kernel for CPUs rounds to after each of these, wherever a prompt is cut; its kernel
-# for GPUs rounds at the end of a step alone.
+# State dtypes to which vLLM's CPU kernel rounds after each of these chunks, wherever a prompt is cut; its GPU kernel
+# rounds only at the end of a step.
 ROUNDED_BY_CHUNK = ("float32", "bfloat16", "float16")
 FORWARD_METHODS = ("eagle", "eagle3", "mtp", "draft_model")
 DRAFT_METHODS = (*FORWARD_METHODS, "ngram")
@@ -54,7 +54,7 @@ def check_version() -> str:
 
 
 def check_config(config: Any) -> None:
-    """Raise `ConfigError`, naming the setting, for a configuration that the connector does not support."""
+    """Raise `ConfigError` for an unsupported configuration."""
     parallel, speculative = config.parallel_config, config.speculative_config
     for kind in ("prefill_context", "decode_context"):
         name = f"{kind}_parallel_size"
@@ -117,7 +117,7 @@ def stream_of(config: Any, asked: KVStream | None) -> KVStream:
     """`asked`, or by default "layer" if possible, else "chunk".
 
     "layer" needs a vLLM whose hooks are tested, and a device for which vLLM waits: only then is a layer written when
-    its hook is called. Raises `ConfigError` if they are missing.
+    its hook is called. Raises `ConfigError`.
     """
     device = config.device_config.device_type
     by_layer = device == "cpu" and check_version() in BY_LAYER
@@ -127,7 +127,7 @@ def stream_of(config: Any, asked: KVStream | None) -> KVStream:
 
 
 def first_step_of(config: Any, asked: FirstStep | None) -> FirstStep:
-    """`asked`, or "verify" if possible. Raises `ConfigError` if "verify" is asked for and impossible."""
+    """`asked`, or "verify" if possible. Raises `ConfigError`."""
     why = _why_not_verified(config)
     if asked == "verify" and why is not None:
         raise ConfigError("first_step", f"'verify' {why}")
@@ -184,7 +184,7 @@ def _check_device(config: Any) -> None:
 
 
 def num_target_layers(config: Any) -> int:
-    """The number of the drafter's first layer."""
+    """The index of the drafter's first layer."""
     return int(config.model_config.get_total_num_hidden_layers())
 
 
@@ -244,9 +244,9 @@ def num_speculative_tokens(config: Any) -> int:
 
 
 def sampling_defaults(config: Any) -> SamplingDefaults:
-    """The defaults with which vLLM's API samples.
+    """The defaults of vLLM's API.
 
-    Raises `ConfigError` for values that no request could have.
+    Raises `ConfigError`.
     """
     model = config.model_config
     found = model.get_diff_sampling_param()
@@ -295,14 +295,14 @@ def prefill_multiple(config: Any) -> int:
 
 
 def slot_mappings() -> Any:
-    """The slot mappings of the running forward pass, by layer."""
+    """Of the running forward pass, by layer."""
     from vllm.forward_context import get_forward_context
 
     return get_forward_context().slot_mapping
 
 
 def wait_for_device(config: Any) -> None:
-    """Wait for queued work. On a CPU it is finished already."""
+    """On a CPU, queued work is finished already."""
     if config.device_config.device_type == "cuda":
         import torch
 

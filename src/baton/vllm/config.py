@@ -33,7 +33,7 @@ class PluginConfig(EngineSettings, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def read_config(extra: Mapping[str, Any]) -> PluginConfig:
-    """Raises `ConfigError` for an unknown, invalid or missing setting."""
+    """Raises `ConfigError`."""
     try:
         config = msgspec.convert(dict(extra), PluginConfig)
     except msgspec.ValidationError as error:

@@ -86,19 +86,17 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def scheduler(self) -> SchedulerSide:
-        """Raises `ConfigError` before the workers' identities are known."""
         if self._scheduler is None:
             raise ConfigError("kv_connector", "the worker's half has not started")
         return self._scheduler
 
     @property
     def worker(self) -> WorkerSide:
-        """Raises `ConfigError` before the KV cache is registered."""
         if self._opened is None:
             raise ConfigError("kv_connector", "no KV cache is registered")
         return self._opened.side
 
-    # ------------------------------------------------------------ worker: start and end
+    # ------------------------------------------------------------ worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self._opened = open_cache(self._vllm_config, self._config, self._kv_cache_config, kv_caches, self._version)
@@ -106,7 +104,6 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             self._draft_slots = RememberedSlots(self._opened.draft_layers)
 
     def get_handshake_metadata(self) -> BatonHandshake | None:
-        """Returns None before the KV cache is registered."""
         return None if self._opened is None else BatonHandshake(self._opened.rank, self._opened.identity)
 
     def shutdown(self) -> None:
@@ -128,10 +125,10 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.begin(connector_metadata.step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Receives begin in `bind_connector_metadata`."""
+        """Nothing: receives begin in `bind_connector_metadata`."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing: a request is parked until its KV is there."""
+        """Nothing: a request is parked until its KV is there."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """A target layer is written, so its copy may begin."""
@@ -159,7 +156,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def get_kv_connector_stats(self) -> BatonStats | None:
-        """Counts since the last call: a worker's handoffs, or legs that the scheduler refused."""
+        """A worker's handoffs, or legs that the scheduler refused, since the last call."""
         if self._opened is not None:
             counts: Mapping[str, int] = self._opened.side.counts
             if self._opened.rank:
@@ -191,7 +188,6 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._take_identities(metadata.values())
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], BatonHandshake]) -> None:
-        """As `set_xfer_handshake_metadata`, by pipeline stage and tensor rank."""
         self._take_identities(metadata.values())
 
     def _take_identities(self, handshakes: Iterable[BatonHandshake]) -> None:
@@ -234,7 +230,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             side.on_scheduled(new.req_id, end, new.block_ids, replace=True)
         side.first_tokens.place(scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_spec_decode_tokens)
         if self._skips_drafts and side.only_prefills(scheduled):
-            # Nobody would verify their drafts.
+            # No engine verifies the drafts of prefill legs.
             scheduler_output.num_spec_tokens_to_schedule = 0
         cached = scheduler_output.scheduled_cached_reqs
         columns = (cached.req_ids, cached.num_computed_tokens, cached.new_block_ids)
@@ -263,8 +259,6 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         """vLLM must run a step to deliver messages to the worker."""
         return self._scheduler is not None and self._scheduler.has_news()
-
-    # ------------------------------------------------------------ class level
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> BatonStats | None:

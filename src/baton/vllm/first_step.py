@@ -1,4 +1,4 @@
-"""P's first token as a draft of D's first step.
+"""Makes P's first token a draft of D's first step.
 
 vLLM pads that step with placeholder drafts, which it rejects. With the token in place of the first one, the step
 returns two tokens.

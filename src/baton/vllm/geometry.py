@@ -25,7 +25,7 @@ from baton.transports.base import DeviceMemory, Region
 from baton.vllm.groups import LayerGroup
 from baton.vllm.states import StatePart, dtype_name, layer_stride, state_geometry
 
-# How a kernel stores a page: by token; K by dimension, then V by token; or unknown.
+# How a kernel stores a page; "k_by_dimension": K by dimension, then V by token.
 KernelLayout = Literal["tokens", "k_by_dimension", "unknown"]
 Granularity = Literal["page", "token"]
 
@@ -42,7 +42,7 @@ class WorkerHeads:
     def first_head(self, owner: Owner, num_heads: int) -> int:
         """The model's index of this worker's first head, if a layer here has `num_heads` heads.
 
-        Raises `ConfigError` if `num_heads` is neither a worker's share nor all heads.
+        Raises `ConfigError`.
         """
         total = self.num_kv_heads[owner]
         if self.size == 1 or num_heads == total:
@@ -67,11 +67,10 @@ class CacheLayout:
 
     @property
     def shared_tables(self) -> dict[str, str]:
-        """By group, the name of its block table."""
         return {group.name: f"{group.table}/{self.blocks_per_page[group.name]}" for group in self.groups}
 
     def kernel_tables(self, tables: Sequence[Sequence[int]]) -> dict[str, list[int]]:
-        """Block tables by group. `tables`: vLLM's."""
+        """By group, from vLLM's block tables."""
         made: dict[str, list[int]] = {}
         shared = self.shared_tables
         for group in self.groups:
@@ -94,9 +93,8 @@ def describe_caches(
     `kernels`: how each layer's attention kernel stores pages. `states`: the layout of a slot, for state layers with a
     known one. Names of groups do not depend on the worker's pipeline stage, of `num_stages`.
 
-    Raises `ConfigError` for memory that is neither the host's nor a CUDA device's, for an unknown shape, for a layer
-    with several caches (such as the indexer's of sparse attention), and for states on several tensor ranks that are
-    not in `states`.
+    Raises `ConfigError` for memory of other devices, an unknown shape, a layer with several caches (such as a sparse
+    attention's indexer), and states on several tensor ranks that are not in `states`.
     """
     states = states or {}
     regions: dict[int, Region] = {}
@@ -140,7 +138,7 @@ def describe_caches(
 
 
 def region_of(storage: torch.UntypedStorage) -> Region:
-    """Raises `ConfigError` for memory that no transport can register."""
+    """Raises `ConfigError`."""
     kind = storage.device.type
     if kind == "cpu":
         return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()

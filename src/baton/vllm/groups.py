@@ -38,13 +38,10 @@ class CacheTable:
         return Rules(self.kind, window=self.window).first_needed(num_tokens)
 
     def first_block(self, num_tokens: int) -> int:
-        """The index of its block in the block table."""
         return self.first_needed(num_tokens) // self.block_size
 
 
 class BlockPool(Protocol):
-    """What is used of vLLM's block pool."""
-
     blocks: Sequence[Any]
 
     def touch(self, blocks: Sequence[Any]) -> None: ...
@@ -53,11 +50,11 @@ class BlockPool(Protocol):
 
 
 class PartialBlocks:
-    """Blocks in which received windows begin, by request: the entries before the window did not come.
+    """First blocks of received windows, by request: the entries before the window did not come.
 
-    vLLM enters them into its prefix cache as whole, when it goes on with the request. Another prompt that ends its hit
-    there would see entries that are not there. So they are evicted at the end of that step, before any other request
-    looks for its prefix. `tile`: tokens that come together.
+    When vLLM continues the request, it enters these blocks into its prefix cache as complete: another prompt that ends
+    its hit there would read entries that never came. So they are evicted at the end of that step, before any other
+    prefix lookup. `tile`: tokens that come together.
     """
 
     def __init__(self, cache_tables: Sequence[CacheTable], pool: BlockPool, tile: int) -> None:
@@ -88,7 +85,7 @@ class PartialBlocks:
             self._here[request_id] = blocks
 
     def evict(self, request_id: str) -> None:
-        """vLLM has scheduled the request, or ends it."""
+        """Call when vLLM has scheduled the request, or ends it."""
         self._coming.pop(request_id, None)
         if (blocks := self._here.pop(request_id, None)) is not None:
             self._pool.evict_blocks(blocks)
@@ -113,7 +110,7 @@ class LayerGroup:
         return Rules(self.kind, self.module, self.window)
 
     def wanted(self, num_tokens: int, hit: int) -> Interval:
-        """The entries of `num_tokens` tokens that D asks for, after a prefix hit of `hit`."""
+        """The entries that D asks for, after a prefix hit of `hit` tokens."""
         return self.rules.wanted(num_tokens, min(hit, num_tokens))
 
     def final(self, num_tokens: int, num_computed: int, tile: int) -> int:
@@ -128,7 +125,7 @@ class LayerGroup:
 
 
 def layer_index(layer: str) -> int:
-    """7 of `model.layers.7.self_attn.attn`. Raises `ConfigError` if there is none."""
+    """7 of `model.layers.7.self_attn.attn`. Raises `ConfigError` if none."""
     found = _INTEGER.findall(layer)
     if not found:
         raise ConfigError("model", f"layer {layer!r} has no number")

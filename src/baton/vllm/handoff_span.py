@@ -19,8 +19,6 @@ OnDecodeEnd = Callable[[WorkerDecode, DecodeEnd], None]
 
 
 def span_maker(integrity: str) -> OnDecodeEnd:
-    """Makes the span of a traced decode leg that ends. A failure is logged."""
-
     def end(leg: WorkerDecode, event: DecodeEnd) -> None:
         if leg.traceparent is None or "registered" not in leg.marks:
             return

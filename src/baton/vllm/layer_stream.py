@@ -35,7 +35,6 @@ class StreamedPrompt:
     before: Mapping[str, int]
 
     def new_tokens(self, group: str) -> int:
-        """How many tokens of a group this forward makes final."""
         return max(self.layers.final[group] - self.before.get(group, 0), 0)
 
 
@@ -84,7 +83,7 @@ class VllmLayerStream:
                 prompt.layers.report(stop)
 
     def end(self) -> None:
-        """The step is over; the caller declares all of it final."""
+        """The step is over; the caller declares its tokens final."""
         self._prompts = []
 
     def withdraw(self) -> None:

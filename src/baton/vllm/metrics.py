@@ -1,4 +1,4 @@
-"""Reports handoffs in vLLM's statistics and Prometheus metrics."""
+"""Handoffs in vLLM's statistics and Prometheus metrics."""
 
 from __future__ import annotations
 

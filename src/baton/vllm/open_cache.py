@@ -1,4 +1,4 @@
-"""Starts the connector in a worker: registers its KV cache with the transport and starts its agent."""
+"""Registers a worker's KV cache with the transport, and starts its agent."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def open_cache(
 ) -> OpenCache:
     """Collective over the engine's workers.
 
-    Raises `ConfigError` for a cache or a configuration that cannot be handed off.
+    Raises `ConfigError`.
     """
     engine_id, rank = str(config.kv_transfer_config.engine_id), compat.worker_number(config)
     groups = split_tables(caches.split_cache_groups(kv_cache_config), compat.num_target_layers(config))

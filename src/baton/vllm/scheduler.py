@@ -31,8 +31,6 @@ log.addFilter(LogLimit())
 
 
 class VllmRequest(Protocol):
-    """The part of vLLM's `Request` used here."""
-
     request_id: str
     prompt_token_ids: Sequence[int] | None
     prompt_embeds: Any
@@ -106,10 +104,8 @@ class SchedulerSide:
         self._adapters = Adapters()
         self._step = StepNews()
 
-    # ------------------------------------------------------------ arrival
-
     def on_new_request(self, request: VllmRequest) -> None:
-        """Redeem a leg's ticket at once: messages of the other engine may arrive any time."""
+        """Redeem a leg's ticket at once: messages of the other engine may already arrive."""
         params = self._params(request)
         if params is None:
             return
@@ -190,14 +186,16 @@ class SchedulerSide:
     def _refuse(self, request: VllmRequest, why: str, detail: str = "") -> None:
         self.refused[why] += 1
         # It may contain a client's text.
+        # It may contain a client's text.
         log.warning("request %s is served without a handoff: %s %s", request.request_id, why, detail[:200])
 
-    # ------------------------------------------------------------ the decode leg
+    # ------------------------------------------------------------ decode leg
 
     def num_matched(self, request_id: str, num_computed: int) -> int | None:
-        """How many tokens come from P, if the first `num_computed` are here. Called again, it changes nothing. None
-        until all workers report P's admission, which may need the blocks that the leg would hold, while a partial block
-        is in the prefix cache, or for ever."""
+        """How many tokens come from P, if the first `num_computed` are here. Idempotent. None until all workers report
+        P's admission (which may need the blocks that the leg would hold), while a partial block is in the prefix cache,
+        and always for a hand-back that lacks its prefix.
+        """
         if self._partial.waiting or self._lacks_prefix(request_id, num_computed):
             return None
         leg = self._decodes.get(request_id)
@@ -238,7 +236,6 @@ class SchedulerSide:
             self.on_received(request_id)
 
     def on_received(self, request_id: str, failed: bool = False) -> None:
-        """A receive has ended."""
         self._partial.received(request_id, failed)
         leg = self._decodes.pop(request_id, None)
         if leg is not None and leg.is_prefix:
@@ -250,7 +247,7 @@ class SchedulerSide:
             if request_id in self._decodes:
                 self.first_tokens.add(request_id, token)
 
-    # ------------------------------------------------------------ the prefill leg
+    # ------------------------------------------------------------ prefill leg
 
     def on_scheduled(self, request_id: str, num_computed: int, new: Tables | None, replace: bool) -> None:
         """This step computes a request's tokens up to `num_computed`. The `new` blocks are appended to its block
@@ -291,7 +288,6 @@ class SchedulerSide:
         leg.pinned = []
 
     def on_sent(self, request_id: str) -> None:
-        """The request's blocks are no longer read."""
         leg = self._held.pop(request_id, None)
         if leg is not None:
             self._unpin(leg)
@@ -306,10 +302,7 @@ class SchedulerSide:
                 self._unpin(leg)
                 self._step.preempted.append(leg.ticket.key)
 
-    # ------------------------------------------------------------ the end
-
     def on_finished(self, request: VllmRequest) -> tuple[bool, dict[str, Any] | None]:
-        """Returns whether vLLM must keep the blocks for now, and params for the client."""
         self.first_tokens.discard(request.request_id)
         self._partial.evict(request.request_id)
         adapter = self._asked.pop(request.request_id, None)

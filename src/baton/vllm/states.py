@@ -53,7 +53,7 @@ class Mamba2State:
     channels_first: bool
 
     def parts(self) -> tuple[StatePart, ...]:
-        """Raises `ConfigError` if the shapes are not a Mamba-2 layer's."""
+        """Raises `ConfigError`."""
         of_groups = self.groups_here * self.state_size
         cut: Cut = "channels" if self.num_groups > 1 else "whole"
         behind: tuple[tuple[str, int, Cut], ...] = (("conv.B", of_groups, cut), ("conv.C", of_groups, cut))
@@ -115,12 +115,10 @@ def state_geometry(
     parts: Sequence[Sequence[StatePart] | None],
     alone: bool,
 ) -> Geometry:
-    """The geometry of the state layers of `group`.
-
-    `tensors`: each layer's slots of bytes, at equal distances in region number `region`. `parts`: the layout of each
+    """`tensors`: each layer's slots of bytes, at equal distances in region number `region`. `parts`: the layout of each
     layer's slots; None: unknown, so a slot is one opaque plane. `alone`: the engine has one tensor rank.
 
-    Raises `ConfigError` if layers differ, and for an unknown layout with several tensor ranks.
+    Raises `ConfigError`.
     """
     first, own = tensors[0], parts[0]
     if any(other != own for other in parts):
@@ -167,6 +165,5 @@ def layer_stride(tensors: Sequence[Tensor]) -> int:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype's name in a `Plane`."""
     name = str(dtype).removeprefix("torch.")
     return "uint8" if name == "int8" else name

@@ -44,8 +44,9 @@ class ClosePrefill:
 
 @dataclass(frozen=True, slots=True)
 class AnnounceDecode:
-    """A decode leg arrived. It gets no blocks before P has admitted it. `next_token`: the prompt's token after those
-    handed over, which this engine computes. `traceparent`: if vLLM traces the request."""
+    """A decode leg arrived. It gets no blocks before P has admitted it. `next_token`: the prompt's token after the
+    handed-over ones, computed by this engine. `traceparent`: if vLLM traces the request.
+    """
 
     request_id: str
     ticket: SignedTicket
@@ -55,8 +56,9 @@ class AnnounceDecode:
 
 @dataclass(frozen=True, slots=True)
 class OpenDecode:
-    """vLLM gave blocks to a decode leg of `num_tokens` tokens, the first `hit` of which are in place. `parked`: the
-    request waits for the rest; else no KV is wanted, but P must be told."""
+    """vLLM gave blocks to a decode leg of `num_tokens` tokens, the first `hit` are in place. `parked`: the request
+    waits for the rest; else no KV is wanted, but P must be told.
+    """
 
     request_id: str
     ticket: SignedTicket

@@ -87,7 +87,7 @@ class WorkerSide:
         self._layers = VllmLayerStream(self._layout) if self._kv_stream == "layer" else None
 
     def post(self, event: ev.HandoffEvent) -> None:
-        """Called on the agent's thread."""
+        """For the agent's thread."""
         self._events.put(event)
 
     @property
@@ -95,13 +95,11 @@ class WorkerSide:
         assert self._agent is not None
         return self._agent
 
-    # ------------------------------------------------------------ a step
-
     def release_preempted(self, keys: Sequence[AttemptKey]) -> None:
         """Give up prefill legs whose blocks are about to be overwritten. Returns once the agent has accepted.
 
         Copies that read the blocks may still run, but their data is never committed, and D uses their destination for
-        no request. So a stalled peer causes no delay. Raises `HandoffError` if the agent does not answer.
+        no request. So a stalled peer causes no delay. Raises `HandoffError`.
         """
         lost = [key for key in keys if key in self._prefills and not self._prefills[key].is_preempted]
         answers: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -202,7 +200,7 @@ class WorkerSide:
         return out
 
     def take_admitted(self) -> set[str]:
-        """Requests whose decode legs were admitted, or failed before they had blocks, since the last call."""
+        """Requests of decode legs that were admitted, or failed before they had blocks, since the last call."""
         out, self._admitted = self._admitted, set()
         return out
 
@@ -251,8 +249,6 @@ class WorkerSide:
             for group in self._layout.groups
         }
         self.agent.open_decode(receive.ticket, receive.num_tokens, wanted, self._layout.kernel_tables(receive.tables))
-
-    # ------------------------------------------------------------ events
 
     def _on_event(self, event: ev.HandoffEvent) -> None:
         if isinstance(event, ev.PrefillReleased):

@@ -21,7 +21,7 @@ _SHAPE = "Of the modelled target: "
 
 @dataclass(frozen=True, slots=True)
 class KVOptions:
-    """The KV to hand over: that of a target, and of a drafter with one such layer."""
+    """The KV of a target, and of a drafter with one such layer."""
 
     num_layers: Annotated[int, typer.Option(min=1, help=_SHAPE + "layers.")] = 16
     num_kv_heads: Annotated[int, typer.Option(min=1, help=_SHAPE + "heads of K and V.")] = 8
@@ -35,8 +35,6 @@ class KVOptions:
 
 @dataclass(frozen=True, slots=True)
 class HandoffOptions:
-    """Ranks, transport and schedule of the handoffs."""
-
     num_tokens: Annotated[str, typer.Option(help="Lengths of prompts.")] = "512,2048,8192"
     fragmentation: Annotated[str, typer.Option(help="Order of pages: fresh, churned by a thousand requests, full.")] = (
         "fresh,churned,full"

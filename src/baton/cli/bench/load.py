@@ -81,7 +81,7 @@ def _measure(
     asked: ReportedFigures,
     first: bool,
 ) -> dict[str, Any]:
-    """One rate. Raises `EngineUnavailableError` if no request of the first rate is answered."""
+    """Raises `EngineUnavailableError` if no request of the first rate is answered."""
     from baton.bench.load_figures import load_figures, spec_decode_figures
 
     run, tokenizer = asyncio.run(_run(target, dataset, traffic if first else replace(traffic, num_warmups=0)))
@@ -175,7 +175,6 @@ def _local(root: str | None) -> str:
 
 
 def _check(traffic: TrafficOptions, report: ReportOptions) -> list[TrafficOptions]:
-    """The traffic of each rate. Raises `ConfigError`."""
     for name in ("request_rate", "burstiness"):
         if not getattr(traffic, name) > 0.0:
             raise ConfigError(name, f"must be above 0, got {getattr(traffic, name)}")

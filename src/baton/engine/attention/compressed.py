@@ -1,7 +1,7 @@
 """Attention to a window of tokens and to compressed entries (DeepSeek-V4, 2026), batch-invariant on any device.
 
-Each row's sink, tokens and entries are gathered side by side, then attended to as absorbed latents, in an order that
-depends only on the row's position. Shapes: T rows, H heads, D numbers of a token or entry.
+A row's sink, tokens and entries are gathered side by side and attended to as absorbed latents, in an order that depends
+only on its position. Shapes: T rows, H heads, D elements of a token or entry.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from baton.engine.attention.sparse import choose_keys
 from baton.models.layer_cache import ENTRY, INDEX, OPEN, TOKEN, Chosen, Compressed, IndexRows, WindowRows
 
 _ROW_BLOCK = 16
-# Columns that carry a sink: three bfloat16 numbers add up to any float32.
+# Key columns that carry a sink: three bfloat16 numbers add up to any float32.
 _SINK_PARTS = 3
 
 
 def attend_window(parts: Mapping[str, PagedLatents], rows: WindowRows) -> Tensor:
-    """As `LayerCache.attend_window`, over a layer's planes by name. Raises `BatonError` for a slot in the null page or
-    outside the page table."""
+    """As `LayerCache.attend_window`, over a layer's planes by name. Raises `BatonError` for a bad slot."""
     tokens = parts[TOKEN]
     tokens.write(rows.kept_TD)
     batch = tokens.batch
@@ -54,7 +53,7 @@ def attend_window(parts: Mapping[str, PagedLatents], rows: WindowRows) -> Tensor
 
 
 def num_complete(batch: AttnBatch, rate: int) -> np.ndarray:
-    """[T]: number of entries all of whose tokens a row sees."""
+    """[T]: the number of entries whose tokens a row sees in full."""
     counts: np.ndarray = (batch.positions + 1) // rate
     return counts
 
@@ -67,7 +66,7 @@ def _side_by_side(
     of_entries: list[np.ndarray],
     dtype: torch.dtype,
 ) -> tuple[Tensor, np.ndarray]:
-    """The rows' keys [N, S, D + 3] (sink, tokens, entries), and their numbers [N]."""
+    """The rows' keys [N, S, D + 3] (sink, tokens, entries), and how many of the S each row has [N]."""
     size = tokens.planes[0].shape[-1]
     num_tokens, num_entries = (np.array([len(some) for some in each]) for each in (in_window, of_entries))
     lengths = 1 + num_tokens + num_entries
@@ -98,7 +97,7 @@ def _with_sinks(rows: WindowRows) -> Tensor:
 
 
 def _write_entries(parts: Mapping[str, PagedLatents], compressed: Compressed) -> None:
-    """Write the open plane's rows, and the entries whose last token is among them."""
+    """Write the open plane's rows, and the entries that they complete."""
     opened, rate = parts[OPEN], compressed.rate
     opened.write(compressed.open_TO)
     batch = opened.batch

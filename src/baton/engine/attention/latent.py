@@ -41,7 +41,6 @@ class PagedLatents:
                 yield r, int(start), int(stop)
 
     def _slots(self, owner: np.ndarray, positions: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Page and slot of each position of the request in `owner`."""
         columns, table = positions // self._page_size, self.batch.page_table
         if len(columns) and columns.max() >= table.shape[1]:
             raise slot_error()
@@ -58,7 +57,7 @@ class PagedLatents:
             plane[pages, self.layer, offsets, 0] = part.to(plane.dtype)
 
     def kept(self, request: int, first: int, last: int) -> Tensor:
-        """[S, W] in the cache's dtype."""
+        """Latents [S, W] of positions `first` to `last - 1`, in the cache's dtype."""
         return self.kept_at(np.full(last - first, request), np.arange(first, last))
 
     def kept_at(self, owner: np.ndarray, positions: np.ndarray) -> Tensor:
@@ -85,7 +84,7 @@ class PagedLatentAttention(PagedLatents):
         heads: LatentHeads | None = None,
         chosen: Chosen | None = None,
     ) -> Tensor:
-        """As `LayerCache.attend_latent`. Raises `BatonError` for a slot in the null page or outside the page table."""
+        """As `LayerCache.attend_latent`. Raises `BatonError` for a bad slot."""
         self.write(torch.cat((latent_TC, rope_TR), dim=-1))
         latent_dim = latent_TC.shape[-1]
         if chosen is None or not len(chosen.rows):
@@ -142,7 +141,8 @@ class PagedLatentAttention(PagedLatents):
         self, batch: AttnBatch, q_THD: Tensor, start: int, stop: int, latent_dim: int, heads: LatentHeads
     ) -> bool:
         """Whether expansion saves multiplications. Its cost counts twice: keys and values are also written, padded and
-        read again."""
+        read again.
+        """
         rows, kept, value = stop - start, int(batch.positions[stop - 1]) + 1, heads.value_dim
         rope = sum(plane.shape[-1] for plane in self.planes) - latent_dim
         nope = q_THD.shape[-1] - rope
@@ -204,14 +204,14 @@ class PagedLatentAttention(PagedLatents):
 
 
 def _with_rows(batch: AttnBatch, is_kept: np.ndarray) -> AttnBatch:
-    """`is_kept` [T]: of each request the first or the last rows."""
+    """The batch with only the rows `is_kept` [T]: the first or the last rows of each request."""
     counts = np.add.reduceat(np.append(is_kept, False), batch.query_start[:-1]) * (np.diff(batch.query_start) > 0)
     query_start = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     return AttnBatch(query_start, batch.positions[is_kept], batch.page_table)
 
 
 def attend_own(kept_NSW: Tensor, counts: np.ndarray, q_NHW: Tensor, latent_dim: int, scale: float) -> Tensor:
-    """Absorbed attention [N, H, C] of each row to keys of its own, the first `counts` [N] of its S."""
+    """Absorbed attention [N, H, C] of each row to its own keys, the first `counts` [N] of its S."""
     num, longest, width = kept_NSW.shape
     # One page per row; page 0 is the null page.
     pages = kept_NSW.new_zeros(num + 1, 1, longest, 1, width)

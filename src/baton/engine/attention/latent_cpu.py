@@ -14,7 +14,7 @@ from baton.kernels.cpu.latent_attention import ATTEND, FAULT
 from baton.kernels.cpu.omp import arguments, float_bits, threads_for
 from baton.models.layer_cache import slot_error
 
-# Vectors (rows times heads) that share one load of a tile. Their queries and sums fit in a core's cache.
+# Vectors (rows times heads) that share one load of a tile: their queries and sums fit in a core's cache.
 _VECTORS = 128
 # Multiply-adds worth one more thread.
 _PARALLEL_WORK = 1 << 24
@@ -24,7 +24,8 @@ def attend_latents(
     planes: Sequence[Tensor], layer: int, q_THW: Tensor, latent_dim: int, scale: float, batch: AttnBatch
 ) -> Tensor:
     """Weighted sums of latents [T, H, C] in the dtype of q and of the one or two planes, float32 or bfloat16. Raises
-    `BatonError` for a bad slot."""
+    `BatonError` for a bad slot.
+    """
     num_rows, heads, width = q_THW.shape
     query, out = q_THW.contiguous(), torch.empty(num_rows, heads, latent_dim, dtype=q_THW.dtype)
     if not num_rows:

@@ -36,7 +36,7 @@ from baton.models.layer_cache import (
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """Where a layer's entries are: its group's memory and its index there. `window`: the visible entries."""
+    """Where a layer's entries are: its group's memory, and its index there. `window`: visible entries."""
 
     memory: GroupMemory
     index: int
@@ -44,7 +44,7 @@ class LayerPlace:
 
 
 class LayerMap(dict[int, list[LayerPlace]]):
-    """A layer has a place in each of its groups."""
+    """Each layer's places, one in each of its groups."""
 
     @functools.cached_property
     def in_place(self) -> tuple[dict[str, Tensor], npt.NDArray[np.int64]] | None:
@@ -74,7 +74,7 @@ def layer_map(groups: Sequence[GroupSpec], kv: Mapping[str, GroupMemory], specs:
 
 
 class PagedCache:
-    """Binds one forward's rows to the cache."""
+    """One forward's rows over the cache."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class PagedCache:
         return KVRegions(query_start, positions, regions, layers)
 
     def write(self, layer_id: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
-        # Rows that see only themselves cost almost nothing.
+        # A window of 1 costs almost nothing.
         self._attend(layer_id, AttnRows(k_TGD, k_TGD, v_TGD, 1.0), window=1)
 
     def attend_kept(self, layer_id: int, q_THD: Tensor, scale: float, window: int | None) -> Tensor:

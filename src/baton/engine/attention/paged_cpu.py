@@ -20,11 +20,11 @@ _PARALLEL_WORK = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class BatchAddresses:
-    """Addresses of a batch's arrays, which it keeps alive, for all layers of a forward."""
+    """Addresses of a batch's arrays, for all layers of a forward. Keeps the arrays alive."""
 
     arrays: tuple[np.ndarray, np.ndarray, np.ndarray]
     addresses: tuple[int, int, int]
-    # Upper bound on the (row, visible key) pairs.
+    # Upper bound on (row, visible key) pairs.
     num_pairs: int
 
     @classmethod
@@ -44,8 +44,9 @@ class BatchAddresses:
 
 
 class PagedCpuBackend:
-    """An `AttentionBackend` for float32 and bfloat16. Computes in float32, releases the GIL, and uses torch's number
-    of threads, which changes no result."""
+    """An `AttentionBackend` for float32 and bfloat16. Computes in float32 without the GIL. The number of threads,
+    torch's, changes no result.
+    """
 
     name = "paged_cpu"
     batch_invariant = True
@@ -95,8 +96,9 @@ class PagedCpuBackend:
 
 
 def _side_by_side(rows: AttnRows, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
-    """q, k and v as parts of one tensor's rows, and the number of elements from row to row. Copies them unless a joint
-    projection left them so."""
+    """q, k and v as parts of one tensor's rows, and the elements from row to row. Copies unless they come from one
+    joint projection.
+    """
     q = rows.q_THD.to(dtype)
     if rows.k_TGD is None or rows.v_TGD is None:
         return q.contiguous(), None, None, q.shape[1] * q.shape[2]

@@ -30,13 +30,14 @@ def _triton() -> AttentionBackend:
 
 
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"paged_cpu": _paged_cpu, "triton": _triton, "sdpa": _sdpa}
-# The device type that a backend needs; others run on any.
+# The device type that a backend needs.
 _DEVICES = {"paged_cpu": "cpu", "triton": "cuda"}
 
 
 def get_backend(name: str | None, device: torch.device | str) -> AttentionBackend:
     """None and `auto` pick `paged_cpu` on a CPU, `triton` on CUDA if it is installed, else `sdpa`. Raises
-    `ConfigError`."""
+    `ConfigError`.
+    """
     kind = torch.device(device).type
     if name is None or name == "auto":
         on_cuda = "triton" if importlib.util.find_spec("triton") else "sdpa"

@@ -1,5 +1,6 @@
-"""States of recurrent layers. A forward reads one slot per request and writes others, so states that a later step may
-need stay, and a failed forward can be repeated."""
+"""States of recurrent layers. A forward reads one slot per request and writes others, so it can be repeated after a
+failure, and states that a later step may need stay.
+"""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def mark_nonfinite_rows(out_THD: Tensor, nonfinite_T: Tensor | None) -> Tensor:
 
 
 def _with_sinks(k: Tensor, v: Tensor, mask: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A key of score 0 and value 0, to which the mask adds the sink."""
+    """Append a key of score 0 and value 0, to which the mask adds the sink."""
     rows, keys = mask.shape
     added = torch.zeros(1, len(sinks_H), rows, keys + 1, dtype=k.dtype, device=k.device)
     added[..., :keys].masked_fill_(~mask, -torch.inf)

@@ -1,5 +1,6 @@
-"""The choice of keys for sparse attention (DeepSeek-V3.2): index keys in pages, and scores in tiles of one shape, so a
-row chooses the same keys in every batch."""
+"""Chooses keys for sparse attention (DeepSeek-V3.2). Index keys are in pages; scores come from tiles of one shape, so a
+row chooses the same keys in every batch.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _ROW_BLOCK = 64
 
 def choose_keys(plane: Tensor, layer: int, batch: AttnBatch, rows: IndexRows) -> Chosen:
     """Write the rows' keys, if any, to `plane` [pages, layers, page_size, 1, D], then choose for each row that sees
-    more than `top_k` keys. Raises `BatonError` for a slot in the null page or outside the page table."""
+    more than `top_k` keys. Raises `BatonError` for a bad slot.
+    """
     latents = PagedLatents([plane], layer, batch)
     if rows.k_TD is not None:
         latents.write(rows.k_TD)
@@ -46,7 +48,7 @@ def choose_keys(plane: Tensor, layer: int, batch: AttnBatch, rows: IndexRows) ->
 def _scores_cpu(
     latents: PagedLatents, keys: Tensor, request: int, positions: np.ndarray, q_NHD: Tensor, weights_NH: Tensor
 ) -> Tensor:
-    """Scores float32 [N, S] of rows of one request; those of later keys are not set."""
+    """Scores float32 [N, S] of one request's rows; those of later keys are not set."""
     out = torch.empty(len(positions), int(positions[-1]) + 1)
     pages, queries, weights = latents.batch.page_table[request], q_NHD.float().contiguous(), weights_NH.contiguous()
     if not score(as_array(keys), pages, positions, as_array(queries), as_array(weights), as_array(out)):

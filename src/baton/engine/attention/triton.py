@@ -2,8 +2,8 @@
 
 A program attends some rows of one request, with all query heads of one KV head, over tiles of keys at absolute
 multiples of the tile size, with an online softmax (Milakov and Gimelshein, arXiv:1805.02867; tiles as in
-FlashAttention-2, arXiv:2307.08691). Batch-invariant: few and many rows use one shape of tile, and a tile in which a row
-sees no key does not change the row.
+FlashAttention-2, arXiv:2307.08691). Batch-invariant: tiles have one shape whatever the number of rows, and a tile in
+which a row sees no key does not change the row.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from baton.models.layer_cache import slot_error
 # Rows times query heads per KV head in one program, and keys in one tile.
 _BLOCK_M = 64
 _BLOCK_N = 64
-# Above so many bytes per head, fewer keys fit into a multiprocessor's memory.
+# Above this many bytes per head, fewer keys fit into a multiprocessor's memory.
 _WIDE_BYTES = 256
 _NARROW_N = 32
 _WARPS = 4
@@ -31,7 +31,8 @@ _WARPS = 4
 @dataclass(frozen=True, slots=True)
 class _Plan:
     """A batch's indices on the device, for all layers with one page size and number of query heads per KV head. `tiles`
-    int32 [programs, 2]: a request, and its first row that the program attends."""
+    int32 [programs, 2]: a request, and its first row that the program attends.
+    """
 
     query_start: Tensor
     positions: Tensor

@@ -1,4 +1,4 @@
-"""Configuration of an engine: its settings, each declared once, and its start arguments."""
+"""Settings of an engine, each declared once, and its start arguments."""
 
 from baton.engine.config.engine_config import EngineConfig
 from baton.engine.config.kv_transfer import KVTransferConfig

@@ -1,4 +1,4 @@
-"""Configuration of one engine. Field names follow vLLM's engine arguments."""
+"""Configuration of one engine, with the names of vLLM's engine arguments."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class EngineConfig(ServingSettings):
     def located(self) -> EngineConfig:
         """Replace names on the hub by local directories; the API keeps the names.
 
-        Raises `ConfigError` naming a model that is unavailable, `CheckpointError` for one that cannot be served.
+        Raises `ConfigError` for an unavailable model, `CheckpointError` for one that cannot be served.
         """
         model, spec = checkpoint_directory(self.model, self.revision), self.speculative_config
         check_servable(model)
@@ -120,18 +120,17 @@ class EngineConfig(ServingSettings):
 
     @property
     def num_slices(self) -> int:
-        """Slices of the sums of row-parallel products."""
         return self.reduction_slices or self.tensor_parallel_size
 
     @property
     def num_drafts(self) -> int:
-        """The maximum per verification."""
         return self.speculative_config.max_drafts if self.speculative_config else 0
 
     @property
     def num_lookahead_slots(self) -> int:
-        """Token slots after a step's tokens to which target and drafter write. A block of DFlash has a row for the
-        token before its drafts, which may be the step's."""
+        """Token slots after a step's tokens that target and drafter write. A block of DFlash has a row for the token
+        before its drafts, which may be the step's last.
+        """
         spec = self.speculative_config
         return self.num_drafts + (spec is not None and spec.method == "dflash")
 

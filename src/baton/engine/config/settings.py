@@ -24,14 +24,14 @@ DTYPES = ("auto", "float32", "float", "bfloat16", "float16", "half")
 QUANTIZATIONS = ("int8",)
 RANKS = (1, 2, 4, 8)
 MAX_DATA_RANKS = 64
-# Annotations are evaluated outside of this module, so that their lambdas cannot name its constants.
+# Annotations are evaluated outside this module, so their lambdas cannot name its constants.
 _SEEDS = Rule("between 0 and 2**64 - 1", lambda value: 0 <= value <= MAX_WORD)
 _SECONDS_OR_NO_LIMIT = Rule("seconds, or 0 for no limit", lambda value: 0 <= value < 1e6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
-    """Settings of all commands that start engines.
+    """Of all commands that start engines.
 
     `kv_cache_memory` None: see `engine/memory/pool_size.py`. With `batch_invariant`, engines of equal
     `reduction_slices` (None: `tensor_parallel_size`) compute the same bits with any number of ranks. `integrity` auto:
@@ -107,9 +107,7 @@ class StepSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingSettings(StepSettings):
-    """Settings of engines that serve.
-
-    `max_model_len` None: the checkpoint's, or what fits into the memory. Prefix hits of a model with states end at
+    """`max_model_len` None: the checkpoint's, or what fits into the memory. Prefix hits of a model with states end at
     multiples of `mamba_block_size` tokens, or where a request's known tokens end. `override_generation_config` has
     priority (`engine/loading/generation_config.py`).
     """

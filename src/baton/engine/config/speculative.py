@@ -10,11 +10,11 @@ from baton.errors import ConfigError
 Verifier = Literal["coupled", "rejection"]
 DraftKV = Literal["require", "prefer", "drop"]
 AUTO = "auto"
-# Drafts per round if the engine chooses their number.
+# The most drafts if the engine chooses their number.
 MOST_AUTO_DRAFTS = 8
 # Methods without weights, or with the target's.
 _WITHOUT_MODEL = ("ngram", "mtp")
-# Fields of a single method.
+# Fields for a single method.
 _OPTIONS = {"ngram": ("prompt_lookup_min", "prompt_lookup_max")}
 
 
@@ -22,10 +22,9 @@ _OPTIONS = {"ngram": ("prompt_lookup_min", "prompt_lookup_max")}
 class SpeculativeConfig:
     """`--speculative-config`. With `num_speculative_tokens` "auto", the engine chooses it for every request and step.
 
-    `draft_kv`: the drafter's KV in a handoff. `require`: both engines must draft alike, as one engine would. `prefer`:
-    move it if they do, else start cold. `drop`: never move it. `prompt_lookup_min`, `prompt_lookup_max`: lengths of the
-    n-grams that `ngram` looks up. `draft_tensor_parallel_size`: 1 if given, since every tensor rank holds the whole
-    drafter.
+    `draft_kv`: the drafter's KV in a handoff. `require`: both engines must draft alike. `prefer`: move it if they do,
+    else start cold. `drop`: never move it. `prompt_lookup_min`, `prompt_lookup_max`: lengths of the n-grams that
+    `ngram` looks up. `draft_tensor_parallel_size`: 1 if given, since every tensor rank holds the whole drafter.
     """
 
     method: str
@@ -62,7 +61,7 @@ class SpeculativeConfig:
         if data.get("num_speculative_tokens") != AUTO:
             _check_int("num_speculative_tokens", data.get("num_speculative_tokens", 3), 0, 32)
         elif data.get("verifier", "coupled") != "coupled":
-            # Otherwise times would decide tokens.
+            # With another verifier, measured times would decide tokens.
             raise ConfigError("speculative_config.num_speculative_tokens", f"is {AUTO} with the coupled verifier alone")
         if data.get("draft_tensor_parallel_size") not in (None, 1):
             what = "must be 1: the drafter is whole on every tensor rank"

@@ -15,7 +15,8 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M
 
 def block_sizes(value: int | str, field: str = "block_size") -> dict[str, int]:
     """Tokens per KV page from `16` or `16,draft=8,sliding_window=32`: by name, owner or kind of groups; the empty name
-    is for all others. Raises `ConfigError` naming `field`."""
+    is for all others. Raises `ConfigError` naming `field`.
+    """
     sizes = {"": 16}
     for part in str(value).split(","):
         name, _, size = part.rpartition("=")

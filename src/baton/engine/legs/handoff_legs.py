@@ -1,8 +1,8 @@
-"""Connects an engine's requests with the handoff agent: legs, destination pages, and when pages may be freed.
+"""Connects requests with the handoff agent: legs, destination pages, and when pages may be freed.
 
-Runs on the engine thread. Calls and events return effects on requests, which the core carries out. A leg's pages are
+Runs on the engine thread. Calls and events return effects on requests for the core to carry out. A leg's pages are
 released exactly once: P's on `PrefillReleased`; D's with its request after a commit, or on `DecodeReleased` after a
-failure, for which the request does not wait: it continues with other pages.
+failure. The request does not wait for that: it continues with other pages.
 """
 
 from __future__ import annotations
@@ -33,13 +33,11 @@ from baton.handoff.protocol.events import (
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.wire import allows_recovery
 
-# Reasons of a failed leg that are sent to the peer's engine; others are `failed`.
+# Reasons of a failed leg that the peer's engine is told; others are `failed`.
 _PEER_REASONS = ("queue_timeout", "nonfinite_logits")
 
 
 class HandoffLegs:
-    """The open legs of one engine, by attempt."""
-
     def __init__(
         self,
         agent: Agent,
@@ -52,7 +50,8 @@ class HandoffLegs:
         alter_seeds: Callable[[Seeds], Seeds] | None = None,
     ) -> None:
         """`ends(request, token)`: whether `token` would end the request. `layers`: given if `kv_stream` is `layer`.
-        `alter_seeds`: hook by which the `faulty` transport corrupts seeds."""
+        `alter_seeds`: by which the `faulty` transport corrupts seeds.
+        """
         self.agent, self.scheduler, self.cache, self.metrics = agent, scheduler, scheduler.cache, metrics
         self.alter_seeds, self.layers = alter_seeds, layers
         self._clock = clock or SystemClock()
@@ -66,7 +65,7 @@ class HandoffLegs:
         self._recomputing: dict[Request, float] = {}  # when its old pages should be free, in monotonic seconds
 
     def open_leg(self, request: Request) -> None:
-        """Tell the agent of a new leg. D may ask for a prefill leg at any time; a decode leg is announced to P."""
+        """Pass a new leg to the agent. D may ask for a prefill leg at any time; a decode leg is announced to P."""
         assert request.ticket is not None
         self.open[request.ticket.key] = Leg(request)
         if request.prefix_len is not None and request.role == "prefill":
@@ -80,7 +79,7 @@ class HandoffLegs:
             self.agent.announce_decode(request.ticket)
 
     def set_ready(self, request: Request) -> None:
-        """Queue a decode leg as soon as P has admitted it."""
+        """The request of a decode leg waits for P's admission alone."""
         assert request.ticket is not None
         leg = self.open.get(request.ticket.key)
         if leg is not None:
@@ -88,15 +87,16 @@ class HandoffLegs:
             self._enqueue(leg)
 
     def _enqueue(self, leg: Leg) -> None:
-        """Queue a leg for pages once P has admitted it. Otherwise it could not be committed, and would keep its pages
-        from legs that can."""
+        """Queue a leg for pages once P has admitted it. An earlier one could not be committed, and would keep its pages
+        from legs that can.
+        """
         request, scheduler = leg.request, self.scheduler
         if leg.phase is LegStatus.QUEUED and request in scheduler.announced:
             del scheduler.announced[request]
             scheduler.enqueue(request)
 
     def admit(self, requests: Iterable[Request]) -> None:
-        """Tell the agent of prefill legs that have their pages, so that D allocates its own."""
+        """Post prefill legs that have their pages, so that D allocates its own."""
         for request in requests:
             leg = self.open.get(request.ticket.key) if request.ticket is not None else None
             if leg is not None and request.role == "prefill" and leg.phase is LegStatus.OPENED:
@@ -105,7 +105,7 @@ class HandoffLegs:
                 self.agent.admit_prefill(request.ticket.key)
 
     def start_receives(self) -> None:
-        """Register decode legs, in queue order, while there is room."""
+        """In queue order, while there is room."""
         scheduler = self.scheduler
         while scheduler.receive_queue:
             request = scheduler.receive_queue[0]
@@ -122,9 +122,10 @@ class HandoffLegs:
             self.agent.open_decode(ticket, request.prefill_len, leg.wanted, pages)
 
     def expire_recomputing(self, now: float) -> list[Effect]:
-        """Fail requests that found no pages to recompute for `handoff_timeout_s` while pages are in quarantine: their
-        release is uncertain, and another engine may be faster. If all pages are in use, a request keeps waiting, since
-        their requests end. `now`: monotonic seconds."""
+        """Fail requests that found no pages to recompute for `handoff_timeout_s` while pages are in quarantine: these
+        may not be released, and another engine may be faster. If all pages are in use, a request keeps waiting, since
+        their requests end. `now`: monotonic seconds.
+        """
         effects: list[Effect] = []
         for request, until in list(self._recomputing.items()):
             if request.status is not RequestStatus.WAITING:
@@ -136,7 +137,8 @@ class HandoffLegs:
 
     def declare(self, request: Request) -> None:
         """After the drafter: declare what became final of a prefill leg, and with its last chunk hand over the
-        seeds."""
+        seeds.
+        """
         assert request.ticket is not None
         key, n = request.ticket.key, request.prefill_len
         if self.kv_stream == "off" and request.is_prefilling:
@@ -182,7 +184,8 @@ class HandoffLegs:
 
     def abandon(self, request: Request) -> None:
         """Abort a computed prefill leg whose client is gone. If D does not know the leg, only its ticket's expiry would
-        end it."""
+        end it.
+        """
         assert request.ticket is not None
         self.agent.abort(request.ticket.key, "aborted")
 
@@ -296,7 +299,7 @@ class HandoffLegs:
         return None
 
     def _failed(self, leg: Leg, error: str, recoverable: bool) -> list[Effect]:
-        """Without a commit, recompute the request here if allowed, else end it."""
+        """Recompute the request here if allowed, else end it."""
         request, scheduler = leg.request, self.scheduler
         if not (recoverable and allows_recovery(self.recovery, "recompute")):
             return [RequestFailed(request, error, recoverable)]

@@ -1,6 +1,7 @@
 """KV streaming by layer: during a forward, the agent learns which layers of each prompt are written, and copies them
-while later layers are computed. A chunk of less than two messages' bytes is sent whole after its step, as are states
-and drafters' entries."""
+while later layers are computed. States, drafters' entries and chunks of less than two messages' bytes are sent after
+the step.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ MIN_BYTES = 1 << 20
 
 
 class LayerStream:
-    """Streams the layers of a forward. `groups`: over all ranks.
+    """`groups`: over all ranks.
 
     With `many_ranks` a layer counts as written when the next one is: in between, the ranks compute a sum, before which
     each has written it.
@@ -46,7 +47,7 @@ class LayerStream:
         self._last = -1
 
     def begin(self, scheduled: Sequence[ScheduledRows]) -> Written | None:
-        """The callback for each layer of a forward; None if streaming gains nothing."""
+        """None if streaming gains nothing."""
         self._streamed, self._last = [], -1
         for rows in scheduled:
             request = rows.request

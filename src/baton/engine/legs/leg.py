@@ -14,11 +14,11 @@ from baton.wire import Integrity, KVStream, Recovery
 
 
 class LegStatus(Phase):
-    OPENED = "opened"  # the agent knows it
-    READY = "ready"  # D: its request waits for P's admission alone
-    ADMITTED = "admitted"  # P has pages for the whole prompt
-    QUEUED = "queued"  # D: ready and admitted, so its request may have pages
-    DETACHED = "detached"  # D: the request continues without this handoff, which the agent has not released yet
+    OPENED = "opened"
+    READY = "ready"  # D: the request waits for P's admission alone
+    ADMITTED = "admitted"
+    QUEUED = "queued"  # D: ready and admitted, so the request may have pages
+    DETACHED = "detached"  # D: the request continues without this handoff; the agent has not released it yet
 
 
 _L = LegStatus
@@ -59,7 +59,6 @@ class Leg:
 
     @property
     def attached(self) -> bool:
-        """The request still waits for this handoff."""
         return self.phase is not LegStatus.DETACHED
 
 
@@ -91,8 +90,6 @@ class PrefixArrived:
 
 @dataclass(frozen=True, slots=True)
 class PagesReleased:
-    """P: the request's pages are no longer read."""
-
     request: Request
 
 
@@ -101,8 +98,6 @@ Effect = RequestFailed | SeedsArrived | PrefixArrived | PagesReleased
 
 @dataclass(frozen=True, slots=True)
 class LegSettings:
-    """Settings common to the legs of one engine."""
-
     vocab_size: int
     max_drafts: int  # with the first token
     recovery: Recovery

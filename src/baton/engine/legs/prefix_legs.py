@@ -17,16 +17,15 @@ from baton.kv.moved_prefix import SharedPrefix, attach_prefix, enter_prefix, sha
 
 
 class PrefixLegs:
-    """The engine's side of these legs. Only the engine thread calls it."""
+    """For the engine thread only."""
 
     def __init__(self, agent: Agent, cache: KVCache) -> None:
         self._agent, self._cache = agent, cache
 
-    # ------------------------------------------------------------ the source
-
     def hold(self, request: Request) -> bool:
-        """Share the pages of the prompt's cached prefix, and set `prefix_len` to its length, and `window_start`.
-        Returns False if there is none, or more than `max_prefill_tokens` are missing."""
+        """Source: share the pages of the prompt's cached prefix, and set `prefix_len` to its length, and
+        `window_start`. Returns False if none, or if more than `max_prefill_tokens` are missing.
+        """
         assert request.prefix_len is not None
         most, multiple = request.prefix_len, request.prefix_multiple
         shared = share_prefix(self._cache, request.kv, request.token_ids, most, multiple)
@@ -40,7 +39,7 @@ class PrefixLegs:
         return True
 
     def offer(self, request: Request) -> None:
-        """The whole prefix is final; the agent does the rest."""
+        """Source: open the leg; the whole prefix is final, and the agent does the rest."""
         assert request.ticket is not None
         assert request.prefix_len is not None
         key, num_tokens, cache = request.ticket.key, request.prefix_len, self._cache
@@ -56,10 +55,8 @@ class PrefixLegs:
         assert request.prefix_len is not None
         return Seeds(request.token_ids[request.prefix_len], None, [], b"")
 
-    # ------------------------------------------------------------ the destination
-
     def place(self, leg: Leg) -> list[Effect]:
-        """The source can send: register pages for missing tokens here, or give up."""
+        """Destination: the source can send, so register pages for missing tokens, or give up."""
         request, ticket = leg.request, leg.request.ticket
         if request.status is not RequestStatus.WAITING:
             return []  # it was aborted
@@ -80,8 +77,9 @@ class PrefixLegs:
         return []
 
     def take(self, leg: Leg, event: DecodeCommitted | DecodeFinished, metrics: EngineMetrics) -> list[Effect]:
-        """With a commit the bytes are in place and proven: they are cached pages from now on. No honest source sends
-        the end of a request."""
+        """Destination: after a commit the bytes are in place and proven, and become cached pages. No honest source
+        sends the end of a request.
+        """
         request = leg.request
         assert request.prefix_len is not None
         if isinstance(event, DecodeFinished) or event.seeds != self._seeds(request):

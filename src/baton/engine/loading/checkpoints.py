@@ -1,4 +1,4 @@
-"""Loads the checkpoints of target and drafter for an engine, or for one of its ranks."""
+"""Loads the checkpoints of target and drafter."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Loaded:
 def load_checkpoints(config: EngineConfig, progress: Callable[[str], None], ranks: TensorRank = SINGLE_RANK) -> Loaded:
     """Load this rank's part of the target, and the whole drafter.
 
-    Raises `CheckpointError`, and `ConfigError` for a target that cannot be split over so many ranks.
+    Raises `CheckpointError`, and `ConfigError` for a target that cannot be split over this many ranks.
     """
     shows = ranks.rank == ranks.stage.index == 0
     hf_config = read_config(config.model)

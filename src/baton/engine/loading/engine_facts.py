@@ -26,7 +26,7 @@ from baton.structured import LIBRARY
 
 # Raise this when a request may get other tokens than before.
 SAMPLER_VERSION = "2"
-# More than one tile of keys, and no whole number of pages.
+# More than one tile of keys, and not a whole number of pages.
 PROBE_TOKENS = 75
 
 
@@ -40,7 +40,7 @@ def engine_facts(
     backend: AttentionBackend,
     eos_token_ids: Sequence[int],
 ) -> dict[str, str]:
-    """Every fact by name. `whole`: the groups over all ranks; `groups`: this rank's.
+    """`whole`: the groups over all ranks; `groups`: this rank's.
 
     `config.batch_invariant` adds `numerics.probe`, which all ranks compute together.
     """
@@ -81,8 +81,8 @@ def engine_facts(
 def numeric_probe(model: CausalLM, groups: Sequence[GroupSpec], backend: AttentionBackend, device: torch.device) -> str:
     """16 hex digits over the bits of a fixed prompt's logits and of sampling noise.
 
-    They differ if another backend, library or CPU type rounds differently. Equal tokens, which batch-invariant mode
-    promises, are then not certain.
+    They differ if another backend, library or CPU type rounds differently: then the equal tokens that batch-invariant
+    mode promises are not certain.
     """
     targets = [group for group in groups if group.owner == "target"]
     kv = {}

@@ -31,7 +31,7 @@ def sampling_defaults(model: str, source: str, override: Mapping[str, Any] | Non
     `source`: "auto" for the checkpoint's own file, "vllm" for none, or another directory. `override` has priority. As
     in vLLM, `max_new_tokens` from `override` or another directory also limits all requests.
 
-    Raises `ConfigError` naming the field that cannot be used.
+    Raises `ConfigError`.
     """
     given: dict[str, Any] = {}
     if source != "vllm":

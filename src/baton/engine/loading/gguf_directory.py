@@ -21,7 +21,6 @@ _UNUSUAL = re.compile(r"[^\w.-]")
 
 
 def lone_gguf(directory: Path) -> Path | None:
-    """The one GGUF file of a directory without other weights and without its config."""
     if (directory / GGUF_FILE).is_file() and (directory / "config.json").is_file():
         return None
     files = [path for path in directory.iterdir() if path.suffix in (".gguf", ".safetensors")]
@@ -30,7 +29,8 @@ def lone_gguf(directory: Path) -> Path | None:
 
 def gguf_directory(file: Path, field: str) -> str:
     """The directory for `file` in the user's cache. Raises `ConfigError` naming `field` without the package `gguf` or
-    without a cache, `CheckpointError` for a file that cannot be served."""
+    without a cache, `CheckpointError` for a file that cannot be served.
+    """
     if not file.is_file():
         raise ConfigError(field, f"{file}: no such file")
     if importlib.util.find_spec("gguf") is None:
@@ -54,7 +54,7 @@ def gguf_directory(file: Path, field: str) -> str:
 
 
 def checkpoint_files(file: Path) -> dict[str, str]:
-    """A checkpoint's files but the weights, by name. Raises `CheckpointError`."""
+    """A checkpoint's files except the weights, by name. Raises `CheckpointError`."""
     from baton.text.gguf_tokenizer import end_tokens, gguf_tokenizer
 
     header = read_header(file)

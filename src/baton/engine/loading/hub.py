@@ -12,18 +12,17 @@ from baton.errors import ConfigError
 
 # Weights in other formats are not downloaded.
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
-# The same weights in other formats.
 _LEFT_OUT = ["original/*", "consolidated*", "onnx/*", "*/*.safetensors"]
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def checkpoint_directory(model: str, revision: str | None = None, field: str = "model") -> str:
-    """`model` itself if it is a directory; else the directory of `ORG/NAME` in the hub's cache, downloaded if needed.
-    Of a GGUF file, or a directory with nothing else, the directory made for it.
+    """`model` itself if it is a directory, else the directory of `ORG/NAME` in the hub's cache, downloaded if needed.
+    For a GGUF file, or a directory with nothing else, the directory made for it.
 
     `revision`: a branch, tag or commit. `huggingface_hub` reads its own settings (`HF_HOME`, `HF_TOKEN`,
-    `HF_HUB_OFFLINE`) from the environment. Raises `ConfigError` naming `field` and the model, in one line, and
-    `CheckpointError` for a GGUF file that cannot be served.
+    `HF_HUB_OFFLINE`) from the environment. Raises `ConfigError` for `field`, and `CheckpointError` for a GGUF file that
+    cannot be served.
     """
     is_directory = os.path.isdir(model)
     if is_directory or model.endswith(".gguf"):
@@ -45,7 +44,7 @@ def checkpoint_directory(model: str, revision: str | None = None, field: str = "
                 model, revision=revision, allow_patterns=_FILES, ignore_patterns=_LEFT_OUT
             )
         )
-    except Exception as error:  # of several libraries, without a common base class
+    except Exception as error:  # of several libraries
         why = str(error).partition("\n")[0] or type(error).__name__
         at = f" at revision {revision}" if revision else ""
         raise ConfigError(field, f"{model}{at} is no directory here, and the hub does not give it: {why}") from None

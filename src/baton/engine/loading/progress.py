@@ -1,4 +1,4 @@
-"""Shows loading progress of a checkpoint's weights: a bar on a terminal, else a line every few seconds."""
+"""Shows how much of a checkpoint is loaded: a bar on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BAR = "Loading safetensors checkpoint"  # vLLM's words
 
 @contextmanager
 def show_loading(step: str, progress: Callable[[str], None], shows: bool = True) -> Iterator[None]:
-    """Tell `progress` of a step that loads weights, and show how far it is unless it is short.
+    """Report a step that loads weights, and show its progress unless it is short.
 
     `shows` false: only report the step, for ranks that load at the same time. While the bar is shown, `progress` gets
     an empty text.
@@ -46,8 +46,6 @@ def _has_bar() -> bool:
 
 
 class _Lines:
-    """A line with the loaded share every `_EVERY_S` seconds."""
-
     def __init__(self, step: str, progress: Callable[[str], None]) -> None:
         self._step, self._progress = step, progress
         self._began = self._reported = time.monotonic()

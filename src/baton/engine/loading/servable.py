@@ -18,7 +18,7 @@ from baton.models.loading.config_json import text_config
 from baton.models.loading.gguf_names import GGUF_FILE
 from baton.models.loading.quantization import quantization_of
 
-# Suffixes of names of architectures that generate no text.
+# Suffixes of architectures that generate no text.
 _OTHER_TASKS = {
     "ForSequenceClassification": "a classifier or a reranker",
     "ForTokenClassification": "a classifier of tokens",
@@ -38,7 +38,7 @@ _LFS = b"version https://git-lfs"
 
 
 def check_servable(path: str | Path) -> None:
-    """Raise `CheckpointError` if `path` is recognised as something that cannot be served."""
+    """Raise `CheckpointError` if `path` cannot be served."""
     directory = Path(path)
     why = _why(directory, _object(directory / "config.json"))
     if why is not None:
@@ -69,7 +69,7 @@ def _why(directory: Path, config: Mapping[str, Any]) -> str | None:
 def _of_config(config: Mapping[str, Any], names: list[str]) -> str | None:
     if "modules.json" in names:
         return f"modules.json is of a sentence-transformers model, which makes embeddings: {_GENERATE}"
-    # Of a model of text and images, the text model is served.
+    # Models of text and images are served as their text model.
     architectures = config.get("architectures") if text_config(config) is config else None
     for name in architectures if isinstance(architectures, list) else ():
         for ending, what in _OTHER_TASKS.items():
@@ -148,7 +148,7 @@ def _header(path: Path) -> tuple[Mapping[str, Any], int]:
 
 
 def _object(path: Path) -> Mapping[str, Any]:
-    """A file's JSON object. Empty if there is none: loading raises a better error."""
+    """A file's JSON object. Empty if missing: loading raises a better error."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -1,1 +1,1 @@
-"""Sizes and places of an engine's pools, states of drafters, and stored prefixes."""
+"""An engine's KV pools: their sizes and addresses, slots of drafters' states, and stored prefixes."""

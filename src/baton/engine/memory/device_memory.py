@@ -26,11 +26,11 @@ def device_region(pages: Tensor) -> DeviceMemory:
 
 
 def make_digester(geometries: Mapping[str, RankGeometry], regions: Sequence[Region]) -> MemoryDigester:
-    """A digester that reads pages in place. Raises as `MemoryDigester` does."""
+    """Reads pages in place. Raises as `MemoryDigester`."""
     devices = {region.device for region in regions if isinstance(region, DeviceMemory)}
     if not devices:
         return MemoryDigester(geometries, regions)
-    # An own stream: digests read earlier writes, and need not wait for the engine's next step.
+    # A stream of their own: digests read earlier writes, and need not wait for the engine's next step.
     stream = torch.cuda.Stream(torch.device("cuda", devices.pop()))  # type: ignore[no-untyped-call]
     return MemoryDigester(geometries, regions, lambda *plane: _device_plane(stream, *plane))
 

@@ -1,8 +1,8 @@
 """Slots that the forwards of a drafter with states read and write.
 
-A drafter runs over a request's new known tokens and then over its own drafts. Its next plan continues from the state
-after the last known token. States after drafts serve only the next draft, in scratch slots: nothing is rolled back, and
-a handed-over state has seen no draft.
+A drafter runs over a request's new known tokens and then over its own drafts. Its next plan continues after the last
+known token. States after drafts, in scratch slots, serve only the next draft: nothing is rolled back, and a handed-over
+state has seen no draft.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DraftStates:
         known, known_last = first < stop, np.minimum(last, stop - 1)
         goes_on = (last >= stop) & (last - stop < self._num_drafts[requests] - 1)
         self._seen[requests[known]] = known_last[known] + 1
-        row_of = query_start[:-1] - first  # the row that position 0 would have
+        row_of = query_start[:-1] - first  # the row of position 0
         place = np.full(len(self._start), -1)
         place[requests] = np.arange(len(requests))
         found = {}
@@ -52,7 +52,8 @@ class DraftStates:
 
     def left_out(self) -> Iterator[tuple[str, int, int]]:
         """Copies (group, source, destination) for requests whose last known row is beyond the drafter's context. The
-        state after the last row that it saw stands for all later ones."""
+        state after the last row that the drafter saw stands for all later ones.
+        """
         for request in np.flatnonzero(self._seen < self._stop).tolist():
             for name, slots in self._groups.items():
                 kept = int(slots.scratch[request, 0])

@@ -14,7 +14,8 @@ from baton.kv.spec import GroupSpec
 class GroupMemory:
     """`pages` uint8 [num_pages, page_bytes]. `planes`, in the spec's order: views [num_pages, num_layers, page_size,
     num_heads, head_dim]. `kv`: keys and values as one view [num_pages, num_layers, 2, page_size, G, D], None for other
-    groups."""
+    groups.
+    """
 
     spec: GroupSpec
     pages: Tensor

@@ -48,7 +48,7 @@ class KVMemory:
 
 
 def model_groups(config: EngineConfig, model: CausalLM, drafter: Drafter | None) -> list[GroupSpec]:
-    """The groups over all ranks. Raises `ConfigError` for a block size that fits no group."""
+    """The groups over all ranks. Raises `ConfigError`."""
     sizes, dtype = block_sizes(config.block_size), str(next(model.parameters()).dtype).removeprefix("torch.")
     groups = _groups(model.kv_layers, [0] * len(model.kv_layers), "target", sizes, dtype)
     if drafter is not None:
@@ -68,8 +68,8 @@ def model_groups(config: EngineConfig, model: CausalLM, drafter: Drafter | None)
 def parts_of(groups: Sequence[GroupSpec], config: EngineConfig, num_layers: int, rank: int) -> list[GroupLayers]:
     """The parts of groups that a rank holds, each with the model's number of the first head of each plane.
 
-    A stage's tensor ranks share the heads or channels of each plane; a plane that is not cut is whole on each. All
-    ranks of stage 0 hold the whole drafter. Ranks are counted stage by stage.
+    A stage's tensor ranks share the heads or channels of each plane that is cut. All ranks of stage 0 hold the whole
+    drafter. Ranks are counted stage by stage.
     """
     size, stages = config.tensor_parallel_size, config.pipeline_parallel_size
     stage, tensor_rank = divmod(rank, size)
@@ -185,7 +185,7 @@ def _reach(layer: LayerSpec | TokenPart) -> int | None:
 
 
 def _names(group: GroupSpec) -> tuple[str, ...]:
-    """What a block size may call a group, most specific first."""
+    """For `--block-size`, most specific first."""
     return group.name, group.owner, group.kind, ""
 
 

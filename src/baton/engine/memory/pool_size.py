@@ -1,4 +1,4 @@
-"""Sizes an engine's KV pools, and from them the longest context.
+"""Sizes an engine's KV pools, and thereby the context.
 
 The pools get `gpu_memory_utilization` of the memory that was free at the start, divided by the number of engines on the
 host, minus what loading took, and at most what is likely to be used.
@@ -24,7 +24,7 @@ HOST_UTILIZATION = 0.6
 DEVICE_UTILIZATION = 0.9
 # Small models use the rest for the prefix cache.
 MIN_POOL_BYTES = 256 << 20
-# Expect sequences to reach a quarter of the context.
+# Sequences are expected to reach a quarter of the context.
 USED_CONTEXT = 4
 
 
@@ -48,7 +48,8 @@ class Memory:
 @dataclass(frozen=True, slots=True)
 class PoolSize:
     """`num_pages` by group. `num_tokens`: held at once. `max_model_len`: the context; `lowered` if it was reduced to
-    fit."""
+    fit.
+    """
 
     num_pages: dict[str, int]
     num_tokens: int
@@ -109,7 +110,7 @@ class Demand:
         return sum(group.page_bytes * self.num_pages(group, num_tokens) for group in self.groups)
 
     def split(self, num_bytes: int) -> tuple[int, dict[str, int]]:
-        """The largest number of tokens that fit into `num_bytes`, and the pages of each group."""
+        """The most tokens that fit, and the pages of each group."""
         num_tokens = bisect_right(range(1, num_bytes + 1), num_bytes, key=self.num_bytes)
         pages = {group.name: self.num_pages(group, num_tokens) for group in self.groups}
         paged = ((pages[group.name] - 1) * group.page_size for group in self.groups if group.kind != "state")
@@ -125,8 +126,8 @@ def pool_size(
     max_position: int,
 ) -> PoolSize:
     """`before` and `now`: memory before and after loading weights. `max_position`: the checkpoint's context. Without
-    `config.max_model_len` the context is as long as fits. Raises `ConfigError`, naming the setting to change, if a
-    requested context or pool does not fit."""
+    `config.max_model_len` the context is as long as fits. Raises `ConfigError`, naming the setting to change.
+    """
     context = config.max_model_len or max_position
     demand = Demand(
         groups,
@@ -178,8 +179,9 @@ def _share(config: EngineConfig, before: Memory, now: Memory) -> int:
 
 
 def _host_free(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Available bytes, within the limit of this process's cgroup. Its usage includes files that were read, such as
-    checkpoints, which count as free."""
+    """Available bytes, within the limit of this process's cgroup. Its usage includes cached files, such as checkpoints,
+    which count as free.
+    """
     lines = Path("/proc/meminfo").read_text().splitlines()
     sizes = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
     free = sizes["MemAvailable"]

@@ -40,7 +40,7 @@ def _longest_context(path: Path) -> int | None:
     try:
         settings = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
-        return None  # loading the checkpoint raises a better error
+        return None  # loading raises a better error
     lengths = [int(length * factor) for length, factor in _contexts(settings)]
     return max(lengths, default=None)
 
@@ -55,7 +55,6 @@ def _contexts(settings: Any) -> Iterator[tuple[int, float]]:
 
 
 def _factors(scaling: Any) -> Iterator[float]:
-    """All rope scaling factors, also per kind of layer."""
     for name, value in scaling.items() if isinstance(scaling, dict) else ():
         if name == "factor" and isinstance(value, int | float):
             yield float(value)

@@ -27,10 +27,10 @@ def make_agents(
     watch: EngineWatch,
     data_rank: int | None = None,
 ) -> tuple[list[HandoffAgent], InstanceAgent]:
-    """Make one agent per rank, and the `InstanceAgent` over them. Registers each rank's regions with its transport.
+    """One agent per rank, and the `InstanceAgent` over them. Registers each rank's regions with its transport.
 
     `whole`: the groups over all ranks. A given control port is rank 0's; the other ranks use the next ports.
-    `data_rank`: the number among data-parallel ranks, each of which is an instance with one tensor rank.
+    `data_rank`: the number among data-parallel ranks, each an instance with one tensor rank.
     """
     parts: dict[str, list[RankGeometry]] = {group.name: [] for group in whole}
     for rank, held in enumerate(pool.parts):

@@ -16,23 +16,23 @@ from baton.engine.config import EngineConfig
 from baton.models.layers.expert_parallel import ExpertRanks
 from baton.models.layers.parallel import Stage, TensorRank
 
-# A dead rank is noticed at once.
+# Long, since a dead rank is noticed at once anyway.
 TIMEOUT = timedelta(minutes=10)
 
 
 class Exchange:
-    """The constructor waits for all `size` ranks."""
+    """Constructed once all `size` ranks are."""
 
     def __init__(self, store: str, rank: int, size: int) -> None:
         # By default gloo binds the address of the host name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._size = size
-        # Not the default group, since a process may have several engines.
+        # Not the default group: a process may have several engines.
         library: Any = dist
         self._group = library.ProcessGroupGloo(library.FileStore(store, size), rank, size, TIMEOUT)
 
     def gather(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Every rank's tensor, by rank, of any dtype."""
+        """By rank; any dtype."""
         own = tensor.contiguous()
         parts = [torch.empty_like(own) for _ in range(self._size)]
         as_bytes = [part.view(-1).view(torch.uint8) for part in parts]
@@ -54,7 +54,7 @@ class Exchange:
 
 
 def expert_ranks(config: EngineConfig, store: str) -> ExpertRanks:
-    """They connect at the first exchange, which only models with experts have."""
+    """Connects at the first exchange; only models with experts have one."""
     rank, size = config.data_parallel_rank, config.data_parallel_size
     exchange = functools.cache(lambda: Exchange(store, rank, size))
     return ExpertRanks(
@@ -64,7 +64,8 @@ def expert_ranks(config: EngineConfig, store: str) -> ExpertRanks:
 
 def connect_ranks(config: EngineConfig, store: str, rank: int) -> TensorRank:
     """Wait until all ranks have connected. Ranks are numbered stage by stage. Tensor rank t exchanges layer outputs
-    with tensor rank t of the other stages, and sums within its stage."""
+    with tensor rank t of the other stages, and sums within its stage.
+    """
     size, stages = config.tensor_parallel_size, config.pipeline_parallel_size
     index, number = divmod(rank, size)
     stage = Stage()

@@ -44,11 +44,11 @@ EXIT_STATUS_LIMIT_S = 0.5
 
 class Followers:
     """Ranks compute in lockstep: all answer an order before the next. If one ends or fails, all are ended, because its
-    KV is unknown."""
+    KV is unknown.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self._config, self._size = config, config.num_ranks
-        # Holds the file store by which the ranks connect.
         self._directory = RunDirectory("ranks-") if self._size > 1 else None
         self._store = str(self._directory and self._directory.path / "store")
         self._pipes: list[Connection] = []
@@ -78,7 +78,7 @@ class Followers:
         self._processes.append(process)
 
     def join(self) -> TensorRank:
-        """Rank 0's `TensorRank`, after all ranks have connected. Raises `EngineUnavailableError`."""
+        """Waits for all ranks. Raises `EngineUnavailableError`."""
         try:
             return connect_ranks(self._config, self._store, 0)
         except RuntimeError as error:
@@ -144,8 +144,9 @@ class Followers:
             self._send(rank, Allocate(dict(pool.size.num_pages), files, list(aux_layers)))
 
     def fail_after(self, error: Exception) -> EngineUnavailableError:
-        """End all ranks after `error` in rank 0's part of an order. The returned exception names another rank as the
-        cause if one has ended."""
+        """End all ranks after `error` in rank 0's part of an order. The exception names another rank as the cause if
+        one has ended.
+        """
         deadline = time.monotonic() + EXIT_STATUS_LIMIT_S
         while not self._closing and time.monotonic() < deadline:
             for rank, process in enumerate(self._processes, 1):
@@ -155,7 +156,7 @@ class Followers:
         return EngineUnavailableError(self.kill_all(f"rank 0 failed: {type(error).__name__}: {error}"))
 
     def kill_all(self, cause: str) -> str:
-        """Returns the cause of the first failure."""
+        """Returns the first cause."""
         if self._failure is None:
             self._failure = cause
             log.error("%s: the engine ends", cause)
@@ -165,7 +166,7 @@ class Followers:
         return self._failure
 
     def close(self) -> None:
-        """Close the pipes, which ends the processes; kill them after `END_LIMIT_S`."""
+        """Closing the pipes ends the processes; kill them after `END_LIMIT_S`."""
         self._closing = True
         for pipe in self._pipes:
             pipe.close()

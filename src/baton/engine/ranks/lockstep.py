@@ -34,7 +34,7 @@ class Peers(Protocol):
     ended: bool
 
     def turn(self, step: Callable[[], bool], stops: bool) -> bool:
-        """Returns whether another turn must follow at once. `stops`: the loop was told to stop."""
+        """Whether another turn must follow at once. `stops`: the loop was told to stop."""
         ...
 
     def may_sleep(self, stops: bool) -> bool:
@@ -45,8 +45,6 @@ class Peers(Protocol):
 
 
 class SingleRank:
-    """An engine that shares no experts."""
-
     ended = True
 
     def turn(self, step: Callable[[], bool], stops: bool) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from baton.engine.config import EngineConfig
 from baton.engine.step_plans import DraftPlan, DraftResult, StepPlan
 
-# A prompt of a million tokens in pages of one token has block tables of this order.
+# A prompt of a million tokens in pages of one token has block tables of about this size.
 MAX_MESSAGE_BYTES = 1 << 30
 
 
@@ -69,7 +69,7 @@ def _to_builtin(value: Any) -> Any:
 
 
 def _from_builtin(kind: Any, value: Any) -> Any:
-    # The annotation, such as NDArray[np.int64], gives the dtype.
+    # From an annotation such as NDArray[np.int64].
     (dtype,) = kind.__args__[1].__args__
     shape, data = value
     return np.frombuffer(bytearray(data), dtype).reshape(shape)
@@ -81,7 +81,7 @@ _ANSWERS = msgspec.msgpack.Decoder(Answer)
 
 
 def drafts_digest(result: DraftResult) -> int:
-    """Compared between ranks: the next plan's rows contain the drafts."""
+    """Compared between ranks, since the next plan's rows contain the drafts."""
     return zlib.crc32(msgspec.msgpack.encode(result.drafts))
 
 

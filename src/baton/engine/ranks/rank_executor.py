@@ -46,7 +46,6 @@ class RankExecutor:
         self._together(Copy(group, source, destination), lambda: self.local.copy_page(group, source, destination))
 
     def _together(self, order: Order, own: Callable[[], R]) -> R:
-        """Returns the result of `own`, rank 0's part."""
         return self._answers(order, own)[0]
 
     def _answers(self, order: Order, own: Callable[[], R]) -> tuple[R, list[Done]]:

@@ -1,5 +1,6 @@
 """`python -m baton.engine.ranks.worker FD`: the process of a rank other than 0, which carries out orders from the
-pipe."""
+pipe.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +99,7 @@ def _memory(group: GroupSpec, pages: Allocate, device: torch.device) -> GroupMem
 
 
 def main(fd: int) -> NoReturn:
-    """An error is sent to rank 0 and ends this process."""
+    """Errors are sent to rank 0 and end this process."""
     # Rank 0 may die while this process computes.
     die_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; rank 0 decides

@@ -26,7 +26,6 @@ class BadWords:
             self._tail = tail[max(0, len(tail) - self._lengths[-1]) :]
 
     def barred(self, drafts_before: Sequence[int]) -> list[int]:
-        """Tokens that would complete a word after these drafts."""
         known = [*self._tail, *drafts_before]
         ends = (tuple(known[len(known) - length :]) for length in self._lengths if length <= len(known))
         return [token for end in ends for token in self._last.get(end, ())]

@@ -1,4 +1,4 @@
-"""Logprobs of tokens under raw logits, and of the most likely tokens."""
+"""Logprobs of tokens, and of the most likely tokens, from raw logits."""
 
 from __future__ import annotations
 

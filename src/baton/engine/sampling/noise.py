@@ -20,7 +20,7 @@ _KEPT_ROWS = 64
 
 
 def _bits(seed: int, sample_index: int, position: int, stream: int, count: int) -> npt.NDArray[np.uint64]:
-    # NumPy converts words of 2**63 or more through float, which makes neighbouring seeds equal.
+    # NumPy converts words of 2**63 or more through float, which would make neighbouring seeds equal.
     key = np.array([seed, sample_index], dtype=np.uint64)
     counter = np.array([0, position, stream, 0], dtype=np.uint64)
     bits: npt.NDArray[np.uint64] = np.random.Philox(counter=counter, key=key).random_raw(count)
@@ -33,7 +33,7 @@ def _uniforms(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
 
 
 def gumbel_rows(noise: Noise, position: npt.NDArray[np.int64], vocab_size: int) -> npt.NDArray[np.float64]:
-    """Gumbel(0, 1) noise [S, vocab_size] for S positions."""
+    """Gumbel(0, 1) noise [S, vocab_size]."""
     rows = np.empty((len(position), vocab_size))
     words = zip(noise.seed.tolist(), noise.sample_index.tolist(), position.tolist(), strict=True)
     for row, (seed, sample_index, at) in enumerate(words):

@@ -10,8 +10,7 @@ from baton.engine.step_plans import IntArray
 
 
 def rows_not_finite(logits_NV: Tensor) -> IntArray:
-    """Rows of [N, V] that hold a NaN or an infinity, ascending."""
-    # Without temporaries: a sum is finite only if its terms are. It may overflow with finite terms.
+    # Without temporaries: a sum is finite only if its terms are. It may overflow although they are.
     suspects: IntArray = np.flatnonzero(~np.isfinite(logits_NV.sum(dim=-1).cpu().numpy()))
     if not len(suspects):
         return suspects

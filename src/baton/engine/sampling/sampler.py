@@ -23,7 +23,7 @@ MINUS_INFINITY = float("-inf")
 
 
 def choose_tokens(logits_NV: Tensor, sampling: Sampling | None) -> IntArray:
-    """`StepResult.choices`, int64 [N]. `NOT_FINITE` whatever the request allows."""
+    """`StepResult.choices`, int64 [N]. `NOT_FINITE` has priority over what the request allows."""
     not_finite = rows_not_finite(logits_NV)
     if not len(not_finite):
         return _choices(logits_NV, sampling)
@@ -57,7 +57,7 @@ def _blocks(draft: IntArray, at_once: int) -> list[IntArray]:
 
 
 def _chosen(scores: Tensor, sampling: Sampling) -> IntArray:
-    """Choose from processed scores [S, V] of all rows of some requests."""
+    """From processed scores [S, V] of all rows of some requests."""
     temperature = sampling.noise.temperature
     found = np.full(len(temperature), -1, dtype=np.int64)
     # First rows of all requests, then second rows of those whose draft was chosen, and so on.
@@ -88,7 +88,7 @@ def _verified(scores: FloatArray, sampling: Sampling, row: int, noise: FloatArra
 
 
 def process_logits(logits_SV: Tensor, sampling: Sampling) -> Tensor:
-    """Float64 [S, V], without top_p, which is applied only to rows that are reached."""
+    """Float64 [S, V], without top_p, which only reached rows get."""
     scores = logits_SV.double()
     if len(sampling.allowed.row):
         rows = on_device(sampling.allowed.row, scores)

@@ -13,7 +13,6 @@ from baton.sampling_params import SamplingParams
 from baton.structured import Allowed
 from baton.structured.matcher import Bits
 
-# Token ids, and one value for each.
 ForTokens = tuple[IntArray, FloatArray]
 
 
@@ -82,12 +81,13 @@ class SamplingState:
 
     @property
     def restricts(self) -> bool:
-        """Independently of a grammar."""
+        """Whether parameters restrict the tokens, without a grammar."""
         return self._allowed is not None
 
     def allowed(self, drafts: Sequence[int], grammar: Allowed | None) -> Allowed | None:
         """The allowed tokens for the next position and after each draft; None: all. `grammar` may cover only the first
-        rows."""
+        rows.
+        """
         if self._allowed is None:
             return grammar
         width = 0 if grammar is None else grammar.bits.shape[1]
@@ -108,7 +108,6 @@ class SamplingState:
         return self._min_tokens if self.num_output + row < self.params.min_tokens else None
 
     def counted(self, drafts_before: Sequence[int]) -> ForTokens | None:
-        """Tokens with penalties, and their occurrences in the output."""
         if not self._penalised:
             return None
         counts = self._counts
@@ -127,7 +126,8 @@ def _count(counts: dict[int, int], token_ids: Sequence[int]) -> None:
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
     """A request's rows with logits, from `first_row` on: for the next token, and after each draft. `allowed` None:
-    all."""
+    all.
+    """
 
     state: SamplingState
     first_row: int

@@ -12,7 +12,8 @@ def until_stop(
     request: Request, token_ids: Sequence[int], eos_ids: Collection[int], max_model_len: int
 ) -> tuple[list[int], FinishReason | None, int | None]:
     """The new tokens up to the one that ends the request, the finish reason (None: not ended), and the stop token if
-    one of `stop_token_ids` ended it. Limits count from the end of the client's prompt, also for a resumed request."""
+    one of `stop_token_ids` ended it. Limits count from the end of the client's prompt.
+    """
     params = request.params
     kept: list[int] = []
     for token in token_ids:

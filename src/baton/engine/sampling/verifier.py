@@ -27,7 +27,6 @@ class Verified:
 
 
 def verify(draft_ids: Sequence[int], choices: Sequence[int], first: int) -> Verified:
-    """The target's choices are `choices[first:]`."""
     num_accepted = 0
     for draft in draft_ids:
         if draft != choices[first + num_accepted]:
@@ -41,14 +40,14 @@ def rejection_choice(scores: Scores, draft: int, uniform: float, noise: Scores) 
     `noise` [V]: the position's draws."""
     if uniform < _probability(scores, draft):
         return draft
-    # Choosing the draft, even if all others are masked, would accept it.
+    # Otherwise the draft would be accepted if it is chosen, or all others are masked.
     others = np.delete(scores + noise, draft)
     best = int(np.argmax(others))
     return best + (best >= draft)
 
 
 def _probability(scores: Scores, token: int) -> float:
-    """Softmax of `scores` at `token`; 0 if all tokens are masked."""
+    """Softmax at `token`; 0 if all tokens are masked."""
     highest = scores.max()
     if highest == -np.inf:
         return 0.0

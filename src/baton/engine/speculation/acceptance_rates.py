@@ -11,13 +11,13 @@ FloatArray = npt.NDArray[np.float64]
 
 # High, so that a new drafter is tried.
 FIRST_GUESS = 0.7
-# How many drafts a guess counts as.
+# How many drafts the guess, and a request's prior, count as.
 _GUESS_WEIGHT, _OWN_WEIGHT = 8.0, 5.0
-# A position with few samples is a little worse than the one before it.
+# A position with few samples is assumed a little worse than the one before it.
 _LATER = 0.85
-# Of a count's weight, per verification.
+# Factors of a count's weight, per verification.
 _KEEP_ALL, _KEEP_OWN = 0.998, 0.95
-# A streak must not fix a request at the most drafts.
+# A streak must not keep a request at the most drafts.
 _HIGHEST = 0.98
 _HEAVIEST = 1e100
 
@@ -60,7 +60,6 @@ class AcceptanceRates:
         self._all.add(num_drafts, num_accepted, _KEEP_ALL)
 
     def _rates(self) -> FloatArray:
-        """Of all requests, by position."""
         guess, rates = FIRST_GUESS, []
         for hits, tries in zip(self._all.hits.tolist(), self._all.tries.tolist(), strict=True):
             rates.append((hits + _GUESS_WEIGHT * guess) / (tries + _GUESS_WEIGHT))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Every so many choices, one of so many requests gets one draft more, to detect rising acceptance.
+# Every this many choices, one in this many requests gets one more draft, to detect rising acceptance.
 PROBE_EVERY, _PROBED_SHARE = 32, 8
 # In steps. Choosing and measuring take time.
 CHOOSE_EVERY, _MEASURE_EVERY, _FIRST_STEPS = 8, 3, 64

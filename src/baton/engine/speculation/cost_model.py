@@ -16,7 +16,7 @@ FloatArray = npt.NDArray[np.float64]
 
 _KEEP = 0.99
 _INERTIA = 0.05
-# Times the prediction; a longer forward was disturbed, and counts as one of this length.
+# Times the prediction. A longer forward was disturbed, and counts as this long.
 _DISTURBED = 3.0
 _SWEEPS = 40
 

@@ -27,7 +27,6 @@ def target_probe(
 def draft_probe(
     spec: PlanSpec, pages: Mapping[str, npt.NDArray[np.int32]], num_requests: int, num_drafts: int
 ) -> DraftPlan:
-    """A first row of each request, and drafts."""
     rows = _rows(spec.draft_groups, pages, num_requests, 1, 0, num_drafts)
     none, requests = np.zeros(0, dtype=np.int64), np.arange(num_requests)
     states = {

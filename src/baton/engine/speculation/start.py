@@ -14,7 +14,7 @@ def enable_adaptive_drafts(config: EngineConfig, core: EngineCore, max_model_len
     spec = config.speculative_config
     if spec is None or spec.num_speculative_tokens != "auto":
         return
-    # Excludes the time of other processes. This thread takes part in all of torch's work.
+    # Thread time excludes other processes; this thread takes part in all of torch's work.
     timer = time.thread_time if config.device == "cpu" and config.num_ranks == 1 else time.monotonic
     defers = _may_wait(core)
     core.steps.adaptive = adaptive = AdaptiveDrafts(spec.max_drafts, timer, MOST_STEPS if defers else 1)

@@ -1,6 +1,6 @@
 """The handoff agent of one rank: a thread that runs its state machines, and thread-safe calls for the engine.
 
-The thread never waits for one peer, or the leases of others would run out.
+The thread never waits for one peer: the leases of the others would run out.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ _CLOSING_WAIT_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class EngineWatch:
-    """How an agent and its engine watch each other. While `is_stalled()`, peers are told that this engine hangs.
-    `on_lost` is called once, with the cause and on another thread, if the agent's thread has ended or hangs: the
-    process must end, since nobody can then prove that pages are free."""
+    """While `is_stalled()`, peers are told that this engine hangs. `on_lost` is called once, with the cause and on
+    another thread, if the agent's thread has ended or hangs. The process must then end, since nobody can prove that its
+    pages are free.
+    """
 
     is_stalled: Callable[[], bool] = lambda: False
     on_lost: Callable[[str], None] = lambda why: None
@@ -58,16 +59,15 @@ def _logged() -> Iterator[None]:
 class HandoffAgent(Agent):
     """Sends and receives the handoffs of one rank.
 
-    `descriptor`: of the registered regions (`transport.register`). `on_peer`: of an `InstanceAgent`; without it, a peer
-    of several ranks is refused. `on_event` is called on the agent's thread and should return soon. `digester` is
-    required unless `config.integrity` is off. Close the transport after the agent.
+    `descriptor`: what `transport.register` returned. `on_peer`: of an `InstanceAgent`; without it, a peer of several
+    ranks is refused. `on_event` is called on the agent's thread and should return soon. `digester` is required unless
+    `config.integrity` is off. Close the transport after the agent.
 
     Each opened prefill gets exactly one `PrefillReleased`; each opened or announced decode exactly one of
     `DecodeCommitted`, `DecodeFinished` and `DecodeReleased`, the last after a `DecodeFailed` unless the engine itself
     aborted. Until that event the pages belong to the agent.
 
-    Raises `ConfigError` if `config.bind` cannot be bound, a digester is missing, or a piece of a group would have more
-    digests than a message may carry.
+    Raises `ConfigError`, also for a piece with more digests than a message may carry.
     """
 
     def __init__(
@@ -110,12 +110,12 @@ class HandoffAgent(Agent):
         self._watch.start()
 
     def close(self) -> None:
-        """Give up open attempts, and wait a bounded time for copies. Idempotent."""
+        """End open attempts, and wait a bounded time for copies. Idempotent."""
         HandoffAgent.close_all([self])
 
     @staticmethod
     def close_all(agents: Sequence[HandoffAgent]) -> None:
-        """All agents wait for their copies at the same time."""
+        """Close all; they wait for their copies at the same time."""
         open_ones = [agent for agent in agents if not agent._closing]
         for agent in open_ones:
             agent._closing = True
@@ -126,11 +126,9 @@ class HandoffAgent(Agent):
 
     def _end_close(self) -> None:
         if self._thread.ident is not None and self._watch.lost is None:
-            self._thread.join()  # it closes the channel at its end
+            self._thread.join()
         elif not self._thread.is_alive():
             self._channel.close()
-
-    # ------------------------------------------------------------ the engine's events, from any thread
 
     def post(self, key: AttemptKey, event: LegEvent) -> None:
         match event:
@@ -142,8 +140,8 @@ class HandoffAgent(Agent):
             n = event.prompt_len
             if beyond := [group for group, tokens in event.wanted.items() if tokens.stop > n]:
                 raise ProtocolError(f"groups {beyond} are wanted beyond the prompt's {n} tokens")
-        # For a leg of P the thread has nothing to do before D mentions the transfer, and waking it costs the engine up
-        # to 0.4 ms before its forward.
+        # A leg of P needs no wake before D mentions the transfer: a wake costs the engine up to 0.4 ms before its
+        # forward.
         self._call(
             lambda: self._handoffs.post(key, event),
             lambda: not isinstance(event, PrefillLeg | ev.PagesGiven) or self._handoffs.knows(key),
@@ -158,14 +156,12 @@ class HandoffAgent(Agent):
             raise ProtocolError("the ticket names another engine")
 
     def _call(self, call: Callable[[], None], soon: Callable[[], bool] = lambda: True) -> None:
-        """`soon`: whether the thread should wake for this call."""
+        """`soon`: whether to wake the thread for this call."""
         self._calls.put(call)
         # Checked after `put`, since the thread takes messages before it drains the calls.
         if soon() and not self._woken:
             self._woken = True
             self._channel.wake()
-
-    # ------------------------------------------------------------ the thread
 
     def _run(self) -> None:
         while not self._closing:

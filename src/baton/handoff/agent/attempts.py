@@ -1,4 +1,4 @@
-"""What the agent keeps per attempt."""
+"""What the agent keeps per attempt, and the tables of attempts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.handoff.protocol.prefill import PrefillHandoff
 from baton.handoff.session.session import Session
 from baton.transports.base import Peer
 
-# Ended attempts are tombstones, which answer peers until their ticket expires, and for at least TOMBSTONE_S seconds.
+# Ended attempts are tombstones: they answer peers until their ticket expires, and for at least TOMBSTONE_S seconds.
 MAX_TOMBSTONES = 1 << 16
 TOMBSTONE_S = 60.0
 
@@ -26,9 +26,9 @@ class _Attempt:
 
     expiry: float  # of the ticket
     begun: float | None = None  # when the handoff's own time limit starts
-    # Of all sessions in which pages may have been exchanged; all must be fenced.
+    # All peers that may have exchanged pages; all must be fenced.
     peers: list[Peer] = field(default_factory=list)
-    # The peer of the session in which the other side last asked for copies: it may have closed the others.
+    # The peer through which the other side last asked for copies: it may have closed earlier sessions.
     open: Peer | None = None
     peer_instance: Instance | None = None
     next_tick: float = 0.0  # when to repeat the last message
@@ -54,7 +54,6 @@ class _Attempt:
 
     @property
     def fenced(self) -> bool:
-        """As `Peer.fenced`, of all."""
         return bool(self.peers) and all(peer.fenced() for peer in self.peers)
 
 
@@ -66,39 +65,40 @@ class PrefillAttempt(_Attempt):
     session: Session | None = None
 
     def is_from_peer(self, session: Session) -> bool:
-        """False if another engine already acts as D."""
+        """False if D's messages come from another engine."""
         before = self.session.hello if self.session is not None else None
         return before is None or (session.hello is not None and session.hello.engine_id == before.engine_id)
 
     def served(self, session: Session) -> bool:
-        """D's claim is already checked: this session may repeat it, or register."""
+        """D's claim is checked: this session may repeat it, or register."""
         return self.machine.claimed and (self.machine.closed or session.peer is not None)
 
     def waits_for(self, session: Session) -> bool:
-        """D's claim is already checked, and waits for this session's transport."""
+        """D's claim is checked, and this session's transport is connecting."""
         return self.machine.claimed and not self.machine.closed and session.is_connecting
 
     def restart_time_limit(self, now: float) -> None:
-        """Each ANNOUNCE and the first REGISTER restart the time limit."""
+        """Called for each ANNOUNCE and the first REGISTER."""
         if not self.machine.registered:
             self.begun = now
 
     def deadline(self, handoff_s: float) -> float:
-        """The ticket's expiry until the engine has opened the leg and D has sent a claim; then `handoff_s` after D's
-        last ANNOUNCE or first REGISTER."""
+        """The ticket's expiry; once the engine has opened the leg and D has sent a claim, `handoff_s` after D's last
+        ANNOUNCE or first REGISTER.
+        """
         return self.expiry if self.begun is None or not self.machine.opened else self.begun + handoff_s
 
 
 @dataclass(slots=True, eq=False)
 class DecodeAttempt(_Attempt):
-    """`address`: of P's rank. `num_sources`: how many ranks of P the ticket names."""
+    """`address`: of P's rank. `num_sources`: P's ranks in the ticket."""
 
     machine: DecodeHandoff = field(kw_only=True)
     address: str = field(kw_only=True)
     num_sources: int = 1
 
     def wrong_rank(self, peer: Instance) -> str:
-        """Empty if the rank at the address is the one that the ticket names."""
+        """Why the rank at the address is not the ticket's; empty if it is."""
         if peer.num_ranks != self.num_sources:
             return f"P has {peer.num_ranks} ranks, the ticket names {self.num_sources}"
         rank = self.machine.key.source_rank

@@ -16,8 +16,9 @@ Shares = Callable[[str], Sequence[Cell]]
 
 
 class Digesting(Generic[_Owner]):
-    """Running digests, each of one owner (an attempt), which may have ended when they do. For one thread; `wake` is
-    called on the worker's when one ends."""
+    """Each running digest has an owner (an attempt), which may end first. Not thread-safe; `wake` is called on the
+    worker's when a digest ends.
+    """
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class Digesting(Generic[_Owner]):
             return ev.Fault("transfer_failed", f"no digest: {error}")
 
     def ended(self) -> list[tuple[_Owner, ev.MachineEvent]]:
-        """Jobs that ended since the last call, in order of their start."""
+        """Jobs that ended since the last call."""
         out = []
         while not self._done.empty():
             out.append(self._done.get_nowait())

@@ -1,8 +1,8 @@
 """Presents the agents of all ranks of an engine as one agent.
 
-Each pair of ranks with bytes to move is an attempt of its own. The leading pair, of ranks 0 and 0, is opened before the
-other side's ranks are known; its HELLO lists them. In an engine whose ranks are apart, each process has only its own
-rank's pairs, and the one with rank 0 of the other side leads.
+Each pair of ranks with bytes to move is its own attempt. The leading pair, of ranks 0 and 0, is opened before the other
+side's ranks are known; its HELLO lists them. If ranks are apart, each process has only its own rank's pairs, and the
+one with rank 0 of the other side leads.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ P, D = 0, 1  # the index of a side's rank in a pair
 
 @dataclass(slots=True, eq=False)
 class _Leg:
-    """One half of a request. `pairs`: with open attempts, at first the leading one. `events`: to replay on pairs opened
-    later. `ended`: why no further pair is opened."""
+    """One side of a request. `pairs`: with open attempts, at first the leading one. `events`: to replay on pairs opened
+    later. `ended`: why no further pair is opened.
+    """
 
     ticket: SignedTicket
     side: int
@@ -43,37 +44,34 @@ class _Leg:
 
 
 class InstanceAgent(Agent):
-    """The agents of all ranks of `instance` as one `Agent`; `bind` sets them. If ranks are apart, only that of
-    `instance.rank`, and a request ends when that rank's pairs have ended. With one rank on both sides, calls and events
-    pass through."""
+    """`bind` sets the agents. If ranks are apart, only that of `instance.rank`, and a request ends when that rank's
+    pairs have ended. With one rank on both sides, calls and events pass through.
+    """
 
     def __init__(self, instance: Instance, on_event: Callable[[ev.HandoffEvent], None]) -> None:
         self._instance = instance
         self._on_event = on_event
         self._agents: dict[int, Agent] = {}
-        # The rank whose pair leads.
         self._first = instance.rank if instance.apart else 0
         self._legs: dict[AttemptKey, _Leg] = {}
-        # Recently ended requests: the engine may still name them. P's leg is kept if D's ranks were unknown, to notify
+        # Recently ended requests; the engine may still name them. P's leg is kept if D's ranks were unknown, to notify
         # each when it connects.
         self._ended: dict[AttemptKey, _Leg | None] = {}
         self._peers: dict[str, Instance] = {}  # by incarnation
         self._lock = threading.RLock()
-        # For the engine, in order. One thread at a time delivers them, without the lock.
+        # Events for the engine, in order. One thread at a time delivers them, without the lock.
         self._undelivered: deque[ev.HandoffEvent] = deque()
         self._delivering = False
 
     def bind(self, agents: Sequence[Agent]) -> None:
-        """Use these agents, whose events go to `on_event` and `on_peer`.
+        """The agents' events go to `on_event` and `on_peer`.
 
-        Raises `ProtocolError` unless there is one for each rank in this process.
+        Raises `ProtocolError` unless each rank in this process has one.
         """
         needed = 1 if self._instance.apart else self._instance.num_ranks
         if len(agents) != needed:
             raise ProtocolError(f"{len(agents)} agents for {needed} ranks")
         self._agents = dict(enumerate(agents, self._first))
-
-    # ------------------------------------------------------------ the engine's events
 
     def post(self, key: AttemptKey, event: LegEvent) -> None:
         """Each pair of ranks gets its groups' part. `GiveUp.taken` is called when all ranks have done so. Raises
@@ -113,8 +111,6 @@ class InstanceAgent(Agent):
             for pair in list(left):
                 self._to(pair, leg, replace(event, taken=one_has))
 
-    # ------------------------------------------------------------ pairs
-
     def _passes(self, others: Sequence[str]) -> bool:
         return self._instance.num_ranks == len(others) == 1
 
@@ -148,7 +144,7 @@ class InstanceAgent(Agent):
             here = here.only(peer.groups)  # drafters' KV that is not moved is not named by the peer
             every = pairs_of(here, peer) if leg.side == P else pairs_of(peer, here)
         except IncompatiblePeerError:
-            return  # refused with the session
+            return  # the whole session is refused
         leg.pairs = found = {pair: groups for pair, groups in every.items() if pair[leg.side] in self._agents}
         leg.gather = PrefillGather(key, found) if leg.side == P else DecodeGather(key, found, peer.sampling)
         for pair, groups in found.items():
@@ -160,7 +156,8 @@ class InstanceAgent(Agent):
 
     def _abort_unopened_pairs(self, leg: _Leg) -> None:
         """D gives up before it knows P's ranks. If these are apart, only one knows D, and the others hold pages: open
-        an attempt with each only to abort it."""
+        an attempt with each only to abort it.
+        """
         for rank in range(1, len(leg.ticket.prefill_addresses)) if leg.lead == LEAD else ():
             if (pair := (rank, 0)) not in leg.pairs:
                 leg.pairs = {**leg.pairs, pair: None}
@@ -192,10 +189,9 @@ class InstanceAgent(Agent):
             case _:
                 return event
 
-    # ------------------------------------------------------------ what the agents say, each on its thread
+    # ------------------------------------------------------------ called by the agents, each on its thread
 
     def on_peer(self, key: AttemptKey, peer: Instance) -> None:
-        """The HELLO of pair `key` has named the other side's ranks."""
         pair, key = key.pair, key.of_pair(LEAD)
         with self._lock:
             late = key not in self._legs

@@ -1,5 +1,6 @@
-"""Collects written layers of a running forward: a message costs about as much as copying a megabyte, so reports wait
-for that much."""
+"""Reports written layers of a running forward. A message costs about as much as copying a megabyte, so a report waits
+for that many bytes.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from baton.handoff.protocol.messages import AttemptKey
 
 @dataclass(slots=True)
 class WrittenLayers:
-    """`num_tokens` of a prompt in the forward, its block tables, and per group the end of the final tokens after it.
-    `unreported`: bytes written in `groups` since the last report."""
+    """`num_tokens`: of the prompt in the forward. `final`: per group, the end of the final tokens after it.
+    `unreported`: bytes written in `groups` since the last report.
+    """
 
     agent: Agent
     key: AttemptKey
@@ -31,7 +33,6 @@ class WrittenLayers:
         self.groups.add(group)
 
     def report(self, stop: int) -> None:
-        """Report the layers below `stop` as written."""
         final = {group: self.final[group] for group in sorted(self.groups)}
         tables = copy_tables({group: self.pages[group] for group in final})
         self.agent.stream_layers(self.key, LayersWritten(self.num_tokens, tables, final, stop))

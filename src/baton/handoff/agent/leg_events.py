@@ -1,4 +1,4 @@
-"""Events that an engine posts to an agent, under the key of their attempt."""
+"""Events that an engine posts to an agent, by attempt."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ class PrefillLeg:
 
 @dataclass(frozen=True, slots=True)
 class DecodeLeg:
-    """D's leg of a verified ticket, before it has pages; `DecodeAdmitted` says when to allocate them. Does not expire
-    while P lives."""
+    """D's leg of a verified ticket, before it has pages: `DecodeAdmitted` says when to allocate them. Does not expire
+    while P lives.
+    """
 
     ticket: SignedTicket
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePages:
-    """The pages of D's leg. Follows `DecodeAdmitted`, or comes without `DecodeLeg` if the engine has pages for all
-    requests: else pages would wait for P, and P for pages."""
+    """The pages of D's leg. Follows `DecodeAdmitted`; or comes without `DecodeLeg` if the engine has pages for all
+    requests. An engine with fewer would deadlock: its pages wait for P, and P waits for pages.
+    """
 
     ticket: SignedTicket
     prompt_len: int
@@ -41,8 +43,8 @@ class DecodePages:
 class GiveUp:
     """Ends an attempt of either side; the peer is sent `message`. The pages stay the agent's until released.
 
-    `taken` is called on the agent's thread, after the attempt's final events, whatever the peer does. From then on this
-    side sends COMMIT or CONFIRM only for data already in place.
+    `taken` is called on the agent's thread, after the attempt's final events, even if the peer is gone. From then on
+    this side sends COMMIT or CONFIRM only for data already in place.
     """
 
     reason: str
@@ -55,11 +57,11 @@ LegEvent = PrefillLeg | DecodeLeg | DecodePages | GiveUp | PrefillEvent
 
 
 class Agent(ABC):
-    """Takes events from any thread, without blocking. Tables are copied, since the engine's grow."""
+    """Takes events from any thread, without blocking. Block tables are copied, since the engine's grow."""
 
     @abstractmethod
     def post(self, key: AttemptKey, event: LegEvent) -> None:
-        """`key`: of the ticket. A rank's agent gets that of its pair of ranks.
+        """`key`: the ticket's; for a rank's agent, that of its pair of ranks.
 
         Raises `ProtocolError` if the ticket of a leg names another engine, or an interval exceeds the prompt.
         """
@@ -73,15 +75,15 @@ class Agent(ABC):
     def declare_final(
         self, key: AttemptKey, prompt_len: int, pages: dict[str, list[int]], final: dict[str, int]
     ) -> None:
-        """Tokens `[0, final)` of each group are final on every rank."""
+        """Post that tokens `[0, final)` of each group are final on every rank."""
         self.post(key, ev.Declared(prompt_len, copy_tables(pages), dict(final)))
 
     def stream_layers(self, key: AttemptKey, event: ev.LayersWritten | ev.LayersWithdrawn) -> None:
-        """Layers are written on every rank that has them. `declare_final` follows the forward."""
+        """Layers are written, or withdrawn, on every rank that has them. `declare_final` follows the forward."""
         self.post(key, event)
 
     def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: dict[str, int]) -> None:
-        """See `Sampled`. The tables of the last `declare_final` must reach as far as `final`."""
+        """Post `Sampled`. The tables of the last `declare_final` must reach as far as `final`."""
         self.post(key, ev.Sampled(seeds, finished, dict(final)))
 
     def announce_decode(self, ticket: SignedTicket) -> None:

@@ -1,4 +1,4 @@
-"""Feeds events to the state machines of a rank's attempts, and carries out their actions. For one thread."""
+"""Feeds events to a rank's state machines, and carries out their actions. Not thread-safe."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ OnPeer = Callable[[AttemptKey, Instance], None]
 
 class MachineRunner:
     """With integrity on, `digester` and `worker` are required. `on_peer` is called with the peer's instance for each
-    attempt in which either engine has several ranks."""
+    attempt where either engine has several ranks.
+    """
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class MachineRunner:
         return self.sessions.servers.get(attempt.address)
 
     def feed(self, attempt: Attempt, event: ev.MachineEvent, strict: bool = False) -> None:
-        """`strict`: raises the machine's `ProtocolError`."""
+        """`strict`: raise the machine's `ProtocolError`."""
         self._queue.append((attempt, event))
         if self._running:
             return
@@ -101,7 +102,7 @@ class MachineRunner:
             self._running = False
 
     def _note_copies(self, attempt: Attempt, event: ev.MachineEvent) -> None:
-        """This side's copies, or P's according to its COMMIT."""
+        """The times of this side's copies, or of P's from its COMMIT."""
         match event:
             case ev.CopyEnded(ok=True):
                 attempt.on_copy(self.clock.monotonic())
@@ -126,7 +127,7 @@ class MachineRunner:
         self.feed(attempt, ev.PeerLost(reason, message, quiet or attempt.fenced))
 
     def stalled(self, session: Session) -> None:
-        """Its agent still answers."""
+        """The peer's agent answers, but its engine hangs."""
         for attempt in self.live():
             if self.session(attempt) is session:
                 self.feed(attempt, ev.Fault("engine_stalled", "the peer's engine thread hangs"))
@@ -139,7 +140,7 @@ class MachineRunner:
                 self.feed(attempt, ev.Tick())
 
     def _rewind(self, attempt: Attempt) -> None:
-        """Restart the intervals of repetition, after a message was sent."""
+        """Restart the retry intervals, after a message was sent."""
         session = self.session(attempt)
         attempt.gap = self._timers.first_retry(session.round_trip if session else None)
         attempt.next_tick = self.clock.monotonic() + attempt.gap
@@ -149,8 +150,6 @@ class MachineRunner:
         several = max(hello.instance.num_ranks, self.instance.num_ranks) > 1
         if several and self._on_peer is not None:
             self._on_peer(key, hello.instance)
-
-    # ------------------------------------------------------------ actions
 
     def _carry_out(self, attempt: Attempt, action: ev.Action) -> None:
         match action:

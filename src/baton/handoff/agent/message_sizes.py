@@ -1,4 +1,4 @@
-"""Whether the messages of the longest prompt fit into frames."""
+"""Checks that the messages of the longest prompt fit into frames."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ def message_bytes(
     tables: Mapping[str, str],
     integrity: Integrity,
 ) -> int:
-    """Upper bound of the message that carries a request's block tables, in bytes. It omits pieces that chunks cut; a
-    message that is too large fails its request. `tables`: by group, the name of its block table."""
+    """Upper bound, in bytes, of the message with a request's block tables. `tables`: by group, the name of its block
+    table.
+
+    It omits pieces that chunks cut: a message that is still too large fails its request.
+    """
     found: dict[str, int] = {}
     others = _OTHER
     for group, rule in rules.items():
@@ -51,7 +54,7 @@ def check_messages(
     tables: Mapping[str, str],
     integrity: Integrity,
 ) -> None:
-    """Raise `ConfigError` if messages of `max_tokens` tokens, or as many as fit into the pages, are too large."""
+    """Raise `ConfigError` if messages of `max_tokens` tokens, or of as many as the pages hold, are too large."""
     whole = [geometries[group].geometry for group, rule in rules.items() if rule.kind in ("full", "mla")]
     longest = min([max_tokens, *(each.num_pages * each.page_size for each in whole)])
     needed = message_bytes(longest, rules, geometries, tables, integrity)

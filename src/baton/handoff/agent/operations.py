@@ -36,7 +36,7 @@ class _Running(Generic[_Owner]):
 
 
 class Operations(Generic[_Owner]):
-    """Outstanding operations, each of one attempt. For one thread; `wake` is called on any thread when one ends."""
+    """Each copy belongs to one attempt. Not thread-safe; `wake` is called on any thread when a copy ends."""
 
     def __init__(self, transport: Transport, wake: Callable[[], None]) -> None:
         self._transport = transport
@@ -50,7 +50,7 @@ class Operations(Generic[_Owner]):
 
     @property
     def num_unknown(self) -> int:
-        """Cancelled operations that have not ended. Any thread."""
+        """Cancelled copies that have not ended. Thread-safe."""
         return sum(run.cancelled for run in self._running)
 
     def start(
@@ -63,7 +63,7 @@ class Operations(Generic[_Owner]):
         dest: Instance,
         tag: str,
     ) -> CopyEnded | None:
-        """Returns the end of copies that cannot start."""
+        """Returns the end of a copy that could not start."""
         try:
             began = time.perf_counter()
             copies = self._plan(copy, source, dest)
@@ -86,13 +86,15 @@ class Operations(Generic[_Owner]):
         return None
 
     def _plan(self, copy: StartCopy, source: Instance, dest: Instance) -> CopyList | None:
-        """None: the source has none of these layers. Raises `ProtocolError` if it has nothing else to send: the
-        destination would have a gap."""
+        """None if the source has none of these layers.
+
+        Raises `ProtocolError` if the source has nothing else to send: the destination would have a gap.
+        """
         here = dest.here.get(copy.group)
         if here is not None:
             sources, pages = source.groups[copy.group], (copy.source_pages, copy.dest_pages)
             if copy.layers.start > max(layer for each in sources for layer in each.geometry.layer_ids):
-                return None  # the remainder of an interval whose last layers are being copied
+                return None  # the rest of an interval whose last layers are being copied
             if copies := self._planner.plan(sources, here, *pages, copy.tokens, copy.layers, source.rank):
                 return copies
             if copy.layers is not ALL_LAYERS and source.rank in senders(sources, here):
@@ -100,7 +102,7 @@ class Operations(Generic[_Owner]):
         raise ProtocolError(f"rank {source.rank} has nothing for rank {dest.rank}")
 
     def ended(self) -> list[tuple[_Owner, CopyEnded]]:
-        """Since the last call.
+        """Copies that ended since the last call.
 
         A cancelled write ends at the latest with its peer's fence. A cancelled read does not: this side itself may
         still write its pages.
@@ -125,7 +127,7 @@ class Operations(Generic[_Owner]):
         return out
 
     def cancel(self, owner: _Owner, copy_ids: tuple[int, ...]) -> list[CopyEnded]:
-        """Returns those that ended at once."""
+        """Returns the copies that ended at once."""
         out: list[CopyEnded] = []
         still: list[_Running[_Owner]] = []
         for run in self._running:

@@ -1,7 +1,4 @@
-"""All handoffs of one rank: the engine's events, and timers.
-
-Methods except `stats` are for one thread, that of `agent.py`.
-"""
+"""All handoffs of one rank: events of its engine, and timers. Not thread-safe (`agent.py`), except `stats`."""
 
 from __future__ import annotations
 
@@ -49,8 +46,6 @@ class RankHandoffs(Agent):
         self._last_time: float | None = None
         self._checked = 0.0
 
-    # ------------------------------------------------------------ the engine's events
-
     def post(self, key: AttemptKey, event: LegEvent) -> None:
         match event:
             case PrefillLeg(ticket):
@@ -71,7 +66,7 @@ class RankHandoffs(Agent):
                     self.runner.feed(prefill, event)
 
     def knows(self, key: AttemptKey) -> bool:
-        """Whether P has an attempt of this transfer, from its engine or from D. Any thread."""
+        """Whether P has an attempt of this transfer, from its engine or from D. Thread-safe."""
         return bool(self.runner.prefills.same_transfer(key))
 
     def _begin_prefill(self, key: AttemptKey, ticket: SignedTicket) -> None:
@@ -101,7 +96,6 @@ class RankHandoffs(Agent):
         self.routing.dial(attempt, ticket)
 
     def _place(self, key: AttemptKey, event: DecodePages) -> None:
-        """The attempt may already be announced."""
         attempt = self.runner.decodes.get(key)
         if attempt is None:
             self._begin_decode(key, event.ticket, event)
@@ -114,8 +108,6 @@ class RankHandoffs(Agent):
     def abort_all(self) -> None:
         for attempt in self.runner.live():
             self.runner.feed(attempt, ev.Abort("engine_closed", "the engine is closing"))
-
-    # ------------------------------------------------------------ what comes from outside
 
     def poll(self) -> None:
         for session in self.sessions.poll():
@@ -164,7 +156,7 @@ class RankHandoffs(Agent):
         runner.decodes.forget(now, timers.retry)
 
     def stats(self) -> AgentStats:
-        """Metrics, without those of sockets. Any thread."""
+        """Metrics, without those of sockets. Thread-safe."""
         live = self.runner.live()
         return self.runner.counters.snapshot(
             self.operations.stats,

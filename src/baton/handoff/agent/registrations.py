@@ -34,7 +34,7 @@ class _Held(NamedTuple):
 
 
 class Registrations:
-    """For one thread."""
+    """Not thread-safe."""
 
     def __init__(self, runner: MachineRunner) -> None:
         self._groups = list(runner.instance.here)
@@ -62,11 +62,11 @@ class Registrations:
         return attempt
 
     def expiry(self, ticket: Ticket, role: LegRole) -> float:
-        """When the ticket of a leg expires, in monotonic seconds."""
+        """In monotonic seconds."""
         return min(ticket.expiry(role), self._clock.monotonic() + MAX_TICKET_LIFE_S)
 
     def supersede(self, key: AttemptKey) -> bool:
-        """End earlier attempts of the same transfer. True while one has not ended."""
+        """End earlier attempts of this transfer. True while one has not ended."""
         prefills = self._runner.prefills
         earlier = [other for other in prefills.same_transfer(key) if other.attempt < key.attempt]
         for other in earlier:
@@ -75,7 +75,7 @@ class Registrations:
         return any(other in prefills.live for other in earlier)
 
     def cancel(self, key: AttemptKey, reason: str) -> None:
-        """D gives up an unknown attempt: a later claim must start nothing."""
+        """D gives up an attempt that is unknown here: a later claim of it must start nothing."""
         self._held.pop(key, None)
         self._cancelled[key] = reason
         if len(self._cancelled) > MAX_CANCELLED:

@@ -1,5 +1,7 @@
-"""Finds the session and attempt of each message, and refuses forbidden ones. For one thread. A server is an engine that
-we dialled, to decode from; a client dialled us."""
+"""Finds the session and attempt of each message, and refuses forbidden ones. Not thread-safe.
+
+A server is an engine that we dialled, to decode from; a client dialled us.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ class Routing:
         self.registrations = Registrations(runner)
 
     def on_message(self, connection: Connection, message: ControlMessage) -> None:
-        """A forbidden message is counted and dropped. Never raises `ProtocolError`."""
+        """Drops and counts forbidden messages."""
         try:
             if connection.identity is None:
                 self._from_server(connection, message)
@@ -58,7 +60,7 @@ class Routing:
         if session is None or session.connection is not connection:
             return
         if isinstance(message, Hello) and session.hello is not None:
-            return  # not authenticated, so no sign of life
+            return  # not authenticated, so it does not renew the lease
         if isinstance(message, Hello):
             self._greeted(session, message)
         elif isinstance(message, Bye):
@@ -66,7 +68,7 @@ class Routing:
         elif session.hello is None:
             raise ProtocolError("a session begins with HELLO")
         if session.hello is None:
-            return  # the handshake continues, perhaps with a successor
+            return  # the handshake continues, perhaps with a restarted engine
         session.last_heard = self._clock.monotonic()
         if isinstance(message, Renew):
             self._sessions.renewed(session, message)
@@ -157,7 +159,6 @@ class Routing:
             runner.feed(attempt, ev.PeerReady(session.groups))
 
     def connected(self, session: Session) -> None:
-        """The transport has connected or failed."""
         if session.connection.identity is None and session.hello is not None:
             for decode in self._decodes_at(session.connection.address):
                 self.join(decode, session, session.hello)
@@ -171,7 +172,7 @@ class Routing:
         address = session.connection.address
         self._sessions.hang_up(session)
         if bye.reason == "unknown_session":
-            # It restarted, or forgot this session.
+            # P restarted, or forgot this session.
             self._dial_again(session)
             return
         for attempt in self._decodes_at(address):
@@ -185,7 +186,7 @@ class Routing:
         if isinstance(message, Hello):
             session = self._sessions.client_hello(connection, message)
             for attempt in self._runner.prefills.live.values():
-                # The same process in a new session, where it expects pending answers.
+                # The same process in a new session: it expects the pending answers.
                 if attempt.session is not None and attempt.session.is_same(session):
                     attempt.session = session
                     attempt.on_hello(session)
@@ -193,7 +194,7 @@ class Routing:
         known = self._sessions.clients.get(connection)
         if known is None or known.hello is None:
             if known is not None:
-                # A stranger, or a peer whose session was lost here.
+                # An unknown peer, or one whose session was lost here.
                 self._channel.send(connection, Bye("unknown_session"))
                 self._sessions.hang_up(known)
             raise ProtocolError("a session begins with HELLO, and a proof that the ticket key is known")
@@ -220,7 +221,7 @@ class Routing:
         attempt = self._runner.prefills.get(key)
         if isinstance(message, Announce | Register):
             if attempt is not None and attempt.machine.claimed and not attempt.machine.begun_with(message.ticket):
-                # No NACK: it would end the attempt, which continues.
+                # No NACK: it would end the running attempt.
                 raise ProtocolError("the ticket is not the one by which this attempt was claimed")
             self.registrations.take(session, message)
             return
@@ -242,10 +243,10 @@ class Routing:
         (attempt.on_request if isinstance(message, Repair) else attempt.on_hello)(session)
         self._runner.feed(attempt, ev.Received(message))
 
-    # ------------------------------------------------------------ silence and death
+    # ------------------------------------------------------------ lost peers
 
     def close_idle(self, now: float) -> None:
-        """End sessions that no attempt needs. The next one dials."""
+        """End sessions that no attempt needs. The next attempt dials again."""
         idle = self._sessions.idle(now)
         if not idle:
             return
@@ -262,7 +263,7 @@ class Routing:
         for session in self._sessions.dead():
             self._sessions.hang_up(session)
             if session.connection.identity is None:
-                # Perhaps only the connection died.
+                # Perhaps only the connection is lost.
                 self._dial_again(session)
 
     def evict(self, now: float) -> None:
@@ -272,7 +273,7 @@ class Routing:
                 text = f"no answer from {address}: nobody is there, or it has another ticket key, or not these keys"
                 for attempt in self._decodes_at(address):
                     self._runner.lose(attempt, "unreachable_peer", text)
-                # Pages here or at P may wait for the end: keep dialling.
+                # Pages here or at P may wait for the outcome: keep dialling.
                 if self._sessions.may_return(session) or self._decodes_at(address):
                     session.last_heard = now
                 else:

@@ -22,7 +22,8 @@ _BY_RANK = (
 @dataclass(frozen=True, slots=True)
 class CopyStats:
     """Copies that this side issued. `post`: seconds to submit. `runs`: per copy. `bytes`: of successful ones, by
-    group."""
+    group.
+    """
 
     plan: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     post: Histogram = field(default_factory=lambda: Histogram(SECONDS))
@@ -43,7 +44,7 @@ class AgentStats:
     """Counters since the start. `handoffs`: committed. `finished`: ended by the first token. `bytes` and `runs`: of
     committed handoffs (in pull counted by D). `hidden_bytes`: copied before the prefill's end (counted by P).
     `retries`: copies issued again. `repairs`: rounds. `failures`: by reason. `rejected` and `malformed`: of all
-    `frames` received. `refused`: connections. `evicted`: sessions.
+    received `frames`. `refused`: connections. `evicted`: sessions.
 
     Gauges: `outstanding` and `quarantined` attempts, `unknown` copies (cancelled, not ended), ready `sessions`.
     """
@@ -70,14 +71,12 @@ class AgentStats:
     copies: CopyStats = field(default_factory=CopyStats)
 
     def over_ranks(self, others: Sequence[AgentStats]) -> AgentStats:
-        """Handoffs and attempts are those of this first rank."""
+        """Sums over all ranks; handoffs and attempts are those of this first rank."""
         sums = {name: sum(getattr(s, name) for s in (self, *others)) for name in _BY_RANK}
         return replace(self, **sums, copies=self.copies.over_ranks([s.copies for s in others]))
 
 
 class AgentCounters:
-    """Any thread may take a snapshot."""
-
     def __init__(self) -> None:
         self._stats = AgentStats()
         self._lock = threading.Lock()
@@ -109,6 +108,5 @@ class AgentCounters:
         self._stats.runs += num_runs
 
     def snapshot(self, copies: CopyStats, **now: Any) -> AgentStats:
-        """`now`: values kept elsewhere."""
         with self._lock:
             return replace(self._stats, failures=dict(self._stats.failures), copies=copies, **now)

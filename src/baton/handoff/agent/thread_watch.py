@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class ThreadWatch:
-    """Calls `on_lost` once, with the cause, if `thread` has ended or has not completed a loop for `limit_s` seconds.
+    """Calls `on_lost` once, with the cause, if `thread` has ended or has completed no loop for `limit_s` seconds.
 
     `last_step`: when its last loop began, by `clock`. If the whole process was asleep, the limit restarts. `on_lost` is
     called on a thread of the watch, and must not wait for `thread`.
@@ -35,16 +35,15 @@ class ThreadWatch:
         self.lost: str | None = None
 
     def start(self) -> None:
-        """The thread must have been started."""
         self._since = self._clock.monotonic()
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching. Any thread."""
+        """Thread-safe."""
         self._closing.set()
 
     def look(self) -> str | None:
-        """Why the thread is lost; None if it is not."""
+        """Why the thread is lost, or None."""
         now, before = self._clock.monotonic(), self._looked
         self._looked = now
         if now - before > 4 * self._every_s:

@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 class WorkerThread:
-    """Runs jobs one after the other. `start` is for any thread."""
+    """Runs jobs one after the other. `start` is thread-safe."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -24,7 +24,7 @@ class WorkerThread:
             self._thread.start()
 
     def close(self) -> None:
-        """Waits for the running job, and drops the others."""
+        """Wait for the running job, and drop the others."""
         self._closing = True
         self._jobs.put(None)
         if self._thread.ident is not None:

@@ -34,12 +34,11 @@ def plan_copies(
     rank: int | None = None,
 ) -> dict[int, CopyList]:
     """Returns `{source rank: CopyList}` of one group for all ranks that send to `dest`, or only for `rank`. `layers`:
-    layer ids of the model.
+    layer ids of the model. Entries of the block tables `source_pages` and `dest_pages` outside the interval are ignored
+    and may be null.
 
-    `source_pages` and `dest_pages` are block tables. Entries outside the interval are ignored and may be null.
-
-    Raises `ProtocolError` if a table is too short, or contains a page that is null, out of range or, in the
-    destination, used twice. Raises the errors of `senders`.
+    Raises `ProtocolError` for a table that is too short, or has a null, unknown or (at the destination) repeated page
+    in the interval; and the errors of `senders`.
     """
     boxes = assign(tuple(sources), dest)
     if interval.empty:
@@ -61,7 +60,7 @@ def plan_copies(
 
 
 def _table(pages: ArrayLike, last: int, geometry: Geometry, side: str) -> Int64Array:
-    """Checks the length before a peer's interval determines the size of an array."""
+    """Checks the length first: a peer's interval determines the size of an array."""
     table = np.asarray(pages)
     if table.ndim != 1 or (table.size and not np.issubdtype(table.dtype, np.integer)):
         raise ProtocolError(f"group {geometry.group!r}: the {side} block table must be a list of page ids")
@@ -71,7 +70,7 @@ def _table(pages: ArrayLike, last: int, geometry: Geometry, side: str) -> Int64A
 
 
 def _pages(table: Int64Array, index: slice | Int64Array, geometry: Geometry, side: str) -> Int64Array:
-    """Raises `ProtocolError` for ids that are null or out of range."""
+    """Raises `ProtocolError` for a null or unknown page."""
     used = table[index]
     low, high = int(used.min()), int(used.max())
     if low <= NULL_PAGE:

@@ -1,4 +1,4 @@
-"""Plans for groups that differ only in their region, as K and V of SGLang's layers do."""
+"""Plans of groups that differ only in their region, as K and V of SGLang's layers do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Planned:
 
 
 class CopyPlanner:
-    """Uses the last plan again for a group of the same shape, tokens and block tables (as objects). For one thread."""
+    """Reuses the last plan for a group of the same shape, tokens and block tables (as objects). Not thread-safe."""
 
     def __init__(self) -> None:
         self._last: _Planned | None = None

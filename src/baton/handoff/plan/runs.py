@@ -22,7 +22,7 @@ from baton.kv.geometry import Geometry, Int64Array
 _MOST_STRETCHES = 8
 # Up to this many runs, sorting and coalescing them is faster than analysing their factors.
 _FEW_RUNS = 8192
-# Count, source stride and destination stride in bytes.
+# (count, source stride, destination stride) in bytes.
 _Axis = tuple[int, int, int]
 
 
@@ -93,13 +93,12 @@ def _factors(source_side: Geometry, dest_side: Geometry, box: Box, segments: Tok
         (box.num_layers, have.layer_stride, to.layer_stride),
     ]
     if int(units.min()) == int(units.max()):
-        # Tokens, or their tiles, form one more axis.
+        # Tokens, or their tiles, are one more axis.
         entries[2], axes = _melt(piece, [(int(units[0]), *steps), *axes])
         yield _in_order(axes, entries, segments.dest_page, to.page_stride, steps[1])
         return
     run, axes = _melt(piece, axes)
     if steps != (run, run):
-        # Each token, or tile, is an entry.
         which = np.repeat(np.arange(units.size), units)
         nth = np.arange(which.size) - np.repeat(np.cumsum(units) - units, units)
         entries = entries[:, which]
@@ -135,7 +134,7 @@ def _melt(run: int, axes: Sequence[_Axis]) -> tuple[int, list[_Axis]]:
 
 
 def _in_order(axes: Sequence[_Axis], entries: Int64Array, pages: Int64Array, page_step: int, step: int) -> _Factors:
-    """Largest destination stride first, so that runs are sorted. `step`: between entries of a page."""
+    """Sort axes by destination stride, so that runs are sorted. `step`: between entries of a page."""
     axes = sorted(axes, key=lambda axis: -axis[2])
     return _Factors(
         [axis for axis in axes if axis[2] > page_step],
@@ -185,7 +184,7 @@ def _starts(pages: Int64Array) -> Int64Array:
 
 
 def _extent(axes: Sequence[_Axis]) -> Int64Array:
-    """The distance from the first to the last element, `[2, 1]`: source, destination."""
+    """From the first to the last element, `[2, 1]`: source, destination."""
     return np.array([[sum((axis[0] - 1) * axis[side] for axis in axes)] for side in (1, 2)], dtype=np.int64)
 
 
@@ -216,7 +215,8 @@ def _product(factors: _Factors) -> Int64Array:
 
 def _fill(paged: Int64Array, entries: Int64Array, starts: Int64Array, within: Int64Array) -> None:
     """Fill `paged` `[columns, N]` page by page; within a page by middle axes, then entries, then inner axes. Pages
-    begin at `starts` in `entries`; `within`: the steps of the axes, `[columns, 1, middle, 1, inner]`."""
+    begin at `starts` in `entries`; `within`: the steps of the axes, `[columns, 1, middle, 1, inner]`.
+    """
     rows, num_middle, num_inner = len(within), within.shape[2], within.shape[4]
     if num_middle == 1 or starts.size == entries.shape[1]:
         each = within.reshape(rows, 1, -1)
@@ -251,7 +251,7 @@ def _offsets(axes: tuple[_Axis, ...]) -> Int64Array:
 
 def _coalesced(columns: Int64Array) -> Int64Array:
     if not bool(np.all(columns[1, 1:] > columns[1, :-1])):
-        # Of mostly sorted input a stable sort takes about one pass.
+        # A stable sort of mostly sorted input takes about one pass.
         columns = np.take(columns, np.argsort(columns[1], kind="stable"), axis=1)  # rows stay contiguous
     source, dest, nbytes = columns
     joined = (source[1:] == source[:-1] + nbytes[:-1]) & (dest[1:] == dest[:-1] + nbytes[:-1])

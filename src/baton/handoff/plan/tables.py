@@ -1,4 +1,4 @@
-"""Block tables by group. Groups that share one have the same list, which is copied and sent once."""
+"""Block tables by group. Groups with one block table share one list, which is copied and sent once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from baton.errors import ProtocolError
 
 
 def copy_tables(pages: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
-    """Copies of an engine's tables, which grow."""
     copies: dict[int, list[int]] = {}
     for table in pages.values():
         if id(table) not in copies:
@@ -17,7 +16,7 @@ def copy_tables(pages: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
 
 
 def share_tables(pages: Mapping[str, list[int]]) -> tuple[dict[str, list[int]], dict[str, str]]:
-    """Each table under its first group, and for the other groups that group. Equal tables count as shared."""
+    """Returns each table under its first group, and for the other groups that group. Equal tables count as shared."""
     first: dict[int, str] = {}
     equal: dict[tuple[int, ...], str] = {}
     tables: dict[str, list[int]] = {}
@@ -34,7 +33,7 @@ def share_tables(pages: Mapping[str, list[int]]) -> tuple[dict[str, list[int]], 
 
 
 def join_tables(tables: Mapping[str, list[int]], same: Mapping[str, str]) -> dict[str, list[int]]:
-    """The opposite of `share_tables`. Raises `ProtocolError` for a group with two tables or none."""
+    """The inverse of `share_tables`. Raises `ProtocolError` for a group with two tables or none."""
     found = dict(tables)
     for group, holder in same.items():
         if group in tables or holder not in tables:

@@ -1,7 +1,7 @@
 """Which source rank sends what: each (layer, plane, head) of a destination rank gets exactly one source rank.
 
-Of replicas (more ranks than heads, MLA latents) exactly one sends. P and D compute the same result from the same
-geometries. With attention data parallelism, each data-parallel rank is an instance, named by a request's ticket.
+Of replicas (more ranks than heads, MLA latents) exactly one sends. P and D compute this from the same geometries. With
+attention data parallelism, each data-parallel rank is an instance, named by a request's ticket.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _MAX_TURN = (1 << 16) - 1
 class RankGeometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, cache_hash=True):
     """The geometry of one group on one rank of an instance.
 
-    If several source ranks hold the same data, `turn` (default: `rank`) selects the one that sends to this rank. It is
-    numbered over all data-parallel ranks: otherwise rank 0 of each would receive its latents from the same source rank.
+    If several source ranks hold the same data, `turn` (default: `rank`) selects which of them sends to this rank. It
+    counts over all data-parallel ranks: otherwise rank 0 of each would receive its latents from the same source rank.
     """
 
     rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
@@ -42,7 +42,8 @@ class RankGeometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class Instance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One engine: `groups` has the geometries of all ranks that hold a part of each. `rank`: the sender's. `sampling`:
     the rank that samples and drafts. `apart`: each rank's agent runs in its own process and sees no messages of the
-    others."""
+    others.
+    """
 
     rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
     groups: Annotated[
@@ -54,7 +55,6 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def num_ranks(self) -> int:
-        """Ranks are numbered from 0."""
         ranks = [found.rank for ranks in self.groups.values() for found in ranks]
         return 1 + max(self.rank, self.sampling, *ranks)
 
@@ -99,16 +99,16 @@ class Box:
 def senders(sources: Sequence[RankGeometry], dest: RankGeometry) -> tuple[int, ...]:
     """The source ranks that send to `dest` in this group, ascending. `dest` must receive a COMMIT from each.
 
-    Of several holders of a cell, holder r mod replicas sends to the rank with turn r, which spreads the senders evenly.
+    If several hold a cell, holder r mod replicas sends it to the rank with turn r, to spread the load.
 
-    Raises `IncompatiblePeerError` for layouts that cannot be copied, `ProtocolError` for a cell that no rank holds.
+    Raises `IncompatiblePeerError`, or `ProtocolError` for a cell that no rank holds.
     """
     return tuple(assign(tuple(sources), dest))
 
 
 @lru_cache(maxsize=1 << 13)
 def assign(sources: tuple[RankGeometry, ...], dest: RankGeometry) -> dict[int, tuple[Box, ...]]:
-    """Cells of the destination by source rank. Cached: topologies are few."""
+    """Boxes of the destination by source rank. Cached: topologies are few."""
     to = dest.geometry.check()
     if not sources:
         raise ProtocolError(f"group {to.group!r} has no source rank")
@@ -128,7 +128,7 @@ def assign(sources: tuple[RankGeometry, ...], dest: RankGeometry) -> dict[int, t
 
 
 def plane_fields(geometry: Geometry) -> dict[str, object]:
-    """The fields that must be equal in two geometries of one group."""
+    """Fields that must be equal in two geometries of one group."""
     fields: dict[str, object] = {"planes": ",".join(plane.name for plane in geometry.planes)}
     for plane in geometry.planes:
         fields |= {f"{plane.name}.{name}": getattr(plane, name) for name in ("dtype", "cut", "head_dim", "tile")}
@@ -164,9 +164,8 @@ def _continues(planes: Sequence[Plane], first: int, index: int) -> bool:
 
 
 def _share(ordered: Sequence[RankGeometry], dest: RankGeometry, first: int, count: int) -> dict[int, tuple[Box, ...]]:
-    """Boxes per source rank, for `count` planes of one shape from index `first` on."""
+    """For `count` planes of one shape from index `first` on."""
     to, want = dest.geometry, dest.geometry.planes[first]
-    # The same ranks hold all heads between two edges.
     edges = {want.first_head, want.last_head}
     for source in ordered:
         have = source.geometry.planes[first]

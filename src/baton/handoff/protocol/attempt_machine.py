@@ -1,4 +1,4 @@
-"""Base class of both state machines of an attempt."""
+"""The base of both state machines."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from baton.handoff.protocol.transitions import StoryEntry, Table, format_events
 from baton.wire import Integrity, Mode
 
 PhaseT = TypeVar("PhaseT", bound=Enum)
-# Events and steps kept per attempt for error messages, and after its end.
+# Events and steps kept for error messages: while an attempt lives, and after its end.
 STORY, LAST_STORY = 16, 4
 
 
 class AttemptMachine(Generic[PhaseT]):
-    """`max_retries` bounds both the failed copies that are issued again and the rounds of repair, which `round` counts.
-    `reason`: why the attempt ended."""
+    """`max_retries` bounds both the retried copies and the repair rounds, counted by `round`. `reason`: why the attempt
+    ended.
+    """
 
     def __init__(
         self, key: AttemptKey, mode: Mode, max_retries: int, integrity: Integrity, table: Table[PhaseT], phase: PhaseT
@@ -42,7 +43,7 @@ class AttemptMachine(Generic[PhaseT]):
         return format_events(self._events)
 
     def _enter(self, event: ev.MachineEvent) -> str:
-        """The name of an input. Raises `UndefinedTransitionError` if it is undefined in this phase."""
+        """The name of an input. Raises `UndefinedTransitionError`."""
         name = name_of(event)
         self._table.after(self.phase, name, self._events)
         if name != "tick" or not self._events or self._events[-1][0] != "tick":
@@ -50,10 +51,10 @@ class AttemptMachine(Generic[PhaseT]):
         return name
 
     def _step(self, step: str) -> None:
-        """Raises `UndefinedTransitionError` if it is undefined in this phase."""
+        """Raises `UndefinedTransitionError`."""
         self.phase = self._table.after(self.phase, step, self._events)
         self._events.append((step, self.phase))
 
     def _forget_story(self) -> None:
-        """Tombstones are many, so they keep less."""
+        """Tombstones are many, so they keep fewer events."""
         self._events = deque(list(self._events)[-LAST_STORY:], maxlen=LAST_STORY)

@@ -10,8 +10,9 @@ from baton.kv.interval import ALL_LAYERS, Interval
 
 @dataclass(slots=True)
 class CopyLedger:
-    """At most `max_retries` failed copies are issued again. `num_hidden`: bytes of copies that ended before the
-    prefill did."""
+    """At most `max_retries` failed copies are issued again. `num_hidden`: bytes of copies that ended before the prefill
+    did.
+    """
 
     max_retries: int = 0
     next_id: int = 0
@@ -35,7 +36,7 @@ class CopyLedger:
         return copy
 
     def end(self, event: CopyEnded) -> StartCopy | None:
-        """Returns the copy, or None if its end was recorded before."""
+        """None if its end was recorded before."""
         copy = self.outstanding.pop(event.copy_id, None)
         if copy is not None:
             self.num_bytes += event.num_bytes
@@ -47,13 +48,12 @@ class CopyLedger:
         return self.retries < self.max_retries
 
     def again(self, failed: StartCopy) -> list[Action]:
-        """Requires `may_retry`."""
         self.retries += 1
         again = self.start(failed.group, failed.tokens, failed.source_pages, failed.dest_pages, failed.layers)
         return [Count("retries"), again]
 
     def touches(self, group: str, tokens: Interval) -> bool:
-        """Whether an outstanding copy moves any of these tokens, in any layers."""
+        """Whether an outstanding copy moves any of these tokens, in any layer."""
         return any(
             copy.group == group and copy.tokens.start < tokens.stop and tokens.start < copy.tokens.stop
             for copy in self.outstanding.values()

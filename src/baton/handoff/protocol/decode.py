@@ -3,12 +3,12 @@
 D announces the attempt, and registers it once P has admitted it and D has destination pages, so pages on D wait only
 for P's computation.
 
-D is committed by COMMIT (push) or by CONFIRM after its reads (pull), never by a timeout. With integrity on, every due
+COMMIT (push), or CONFIRM after D's reads (pull), commits the attempt, never a timeout. With integrity on, every due
 piece must match P's digest first; bad pieces are copied again (push: by REPAIR).
 
 Freeing: in push, P writes D's pages. After a failure they wait for FINISHED, CANCELLED, the COMMIT of the last REPAIR,
 or proof that P can write no more; if nothing was sent to P, they are free at once. A COMMIT before REGISTER proves
-nothing, because P may still get the REGISTER. In pull, only D's own reads touch them.
+nothing, because P may still get the REGISTER. In pull, only D's own reads write them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BAD_SEEDS = "the seeds do not match their digest"
 
 
 class DecodeHandoff(DecodeState):
-    """`pages`: D's block tables, exclusive to this attempt in `wanted`; without them the attempt is announced, and they
+    """`pages`: D's block tables, exclusive to this attempt in `wanted`. Without them the attempt is announced, and they
     come with `Placed`.
 
     `handle` raises `ProtocolError` for digests outside `wanted` and for an event that the table does not define; the
@@ -85,7 +85,7 @@ class DecodeHandoff(DecodeState):
         raise AssertionError(f"{name} is in the table and has no handler")
 
     def _reached(self, groups: frozenset[str] | None) -> list[ev.Action]:
-        """A first or later session with P is open."""
+        """A session with P is open, the first or a later one."""
         self._groups = groups
         if self.phase is Phase.UNTOLD:
             self._step("reach")
@@ -96,8 +96,6 @@ class DecodeHandoff(DecodeState):
             self._step("reach")
         return self._repeat()
 
-    # ------------------------------------------------------------ destination pages
-
     def _place(self, wanted: dict[str, Interval], pages: dict[str, list[int]]) -> None:
         self._step("place")
         self._wanted = dict(wanted)
@@ -107,13 +105,11 @@ class DecodeHandoff(DecodeState):
         self._pending = msg.Register(self.key, ticket=self._ticket, wanted=self._wanted, pages=tables)
 
     def _placed(self, wanted: dict[str, Interval], pages: dict[str, list[int]]) -> list[ev.Action]:
-        """Register. If the attempt failed meanwhile, P does not know the pages: they are free."""
+        """Register. If the attempt has failed, P does not know the pages: they are free."""
         if self.phase not in UNPLACED:
             return []
         self._place(wanted, pages)
         return self._repeat()
-
-    # ------------------------------------------------------------ messages
 
     def _receive(self, message: msg.AttemptMessage) -> list[ev.Action]:
         match message:
@@ -183,7 +179,7 @@ class DecodeHandoff(DecodeState):
         return self._read({group: [tokens] for group, tokens in self._wanted.items() if not tokens.empty})
 
     def _refusal(self, message: msg.Commit | msg.Ready) -> str:
-        """What a COMMIT or READY lacks. Raises `ProtocolError` for digests outside `wanted`."""
+        """What a COMMIT or READY lacks. Raises `ProtocolError`."""
         check_shape(message.digests, self._wanted)
         missing = sorted(group for group, tokens in self._wanted.items() if message.final.get(group, -1) < tokens.stop)
         if missing:
@@ -210,8 +206,6 @@ class DecodeHandoff(DecodeState):
             return self._fail("integrity_failed", _BAD_SEEDS)
         self.round += 1
         return [ev.Count("repairs"), *self._repeat()]
-
-    # ------------------------------------------------------------ copies and digests
 
     def _read(self, wanted: Mapping[str, list[Interval]]) -> list[ev.Action]:
         self._step("read")
@@ -268,7 +262,7 @@ class DecodeHandoff(DecodeState):
             self._pending = msg.ReadDone(self.key)
             return [ev.Send(self._pending)]
         pieces, again = sum(map(len, bad.values())), digested_tokens(bad)
-        # One REPAIR cannot name so many intervals, and merging them would overwrite proven tokens.
+        # One REPAIR cannot name this many intervals, and merging them would overwrite proven tokens.
         scattered = any(len(found) > msg.MAX_REPAIRS for found in again.values())
         if self.round == self.max_retries or scattered:
             what = f"tokens {_text(again)} do not match their digests" if bad else _BAD_SEEDS
@@ -284,8 +278,6 @@ class DecodeHandoff(DecodeState):
 
     def _seeds_good(self, message: msg.Commit | msg.Confirm) -> bool:
         return self.integrity == "off" or message.seeds_digest == seeds_digest(self.key, message.seeds)
-
-    # ------------------------------------------------------------ the end
 
     def _commit(self, message: msg.Commit | msg.Confirm, num_bytes: int, num_runs: int) -> list[ev.Action]:
         self._step("commit")
@@ -308,8 +300,8 @@ class DecodeHandoff(DecodeState):
         return actions + self.copies.cancel() + self._settle()
 
     def _settle(self, peer_quiet: bool = False) -> list[ev.Action]:
-        """`peer_quiet`: P provably no longer writes D's pages."""
-        # Even without pages of D, P may hold its own until it learns of the end.
+        """`peer_quiet`: P provably writes no more."""
+        # P may hold its own pages until it learns of the end.
         waits = self.copies.outstanding if self.phase is Phase.STOPPING else not peer_quiet
         if waits or not self.closing:
             return []
@@ -323,7 +315,7 @@ class DecodeHandoff(DecodeState):
         return [ev.Send(msg.Cancelled(self.key, self.reason))] if failed else []
 
     def _forget(self) -> None:
-        # A tombstone remains, which answers until its ticket expires.
+        # The tombstone answers until its ticket expires.
         self._pages, self._source, self._claim = {}, {}, None
         if self.phase is not Phase.UNTOLD:
             self._pending = None

@@ -1,4 +1,4 @@
-"""The state of D's machine, and properties of its phase."""
+"""Phases of D's machine, grouped."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ class DecodeState(AttemptMachine[Phase]):
 
     @property
     def closing(self) -> bool:
-        """Failed, and not proven quiet."""
         return self.phase in (Phase.WITHDRAWN, Phase.CLOSING, Phase.STOPPING)
 
     @property
     def closed(self) -> bool:
-        """Only late messages remain to be answered."""
+        """Only late messages are still answered."""
         return self.phase in (Phase.UNTOLD, Phase.FAILED, Phase.DONE)
 
     @property
@@ -32,5 +31,5 @@ class DecodeState(AttemptMachine[Phase]):
 
     @property
     def takes_pages(self) -> bool:
-        """The engine may give the attempt pages; an ended attempt does not use them."""
+        """The engine may give pages; an ended attempt ignores them."""
         return self.phase in UNPLACED or self.phase is Phase.WITHDRAWN or self.closed

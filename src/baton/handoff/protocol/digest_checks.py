@@ -12,11 +12,11 @@ from baton.kv.interval import Interval
 
 @dataclass(slots=True)
 class DigestChecks:
-    """`wanted`: the intervals per group. `pages`: D's block tables."""
+    """`pages`: D's block tables."""
 
     wanted: dict[str, Interval]
     pages: dict[str, list[int]]
-    _pieces: dict[str, dict[int, PieceDigest]] = field(default_factory=dict)  # proven pieces, by group and first token
+    _pieces: dict[str, dict[int, PieceDigest]] = field(default_factory=dict)  # by group and first token
     _checks: dict[int, Digests] = field(default_factory=dict)
     _next_id: int = 0
 
@@ -44,11 +44,11 @@ class DigestChecks:
         return True
 
     def forget_checks(self) -> None:
-        """New copies are about to change the bytes."""
+        """New copies will change the bytes."""
         self._checks.clear()
 
     def unproven(self, digests: Digests) -> Digests:
-        """Pieces that no check has confirmed, without empty groups."""
+        """Without empty groups."""
         return self._without(digests, self._pieces)
 
     def _under_way(self) -> dict[str, dict[int, PieceDigest]]:
@@ -80,7 +80,7 @@ class DigestChecks:
 
 
 def digested_tokens(digests: Digests) -> dict[str, list[Interval]]:
-    """The tokens of `digests` per group, adjacent pieces merged."""
+    """Per group, with adjacent pieces merged."""
     out: dict[str, list[Interval]] = {}
     for group, pieces in sorted(digests.items()):
         joined = out.setdefault(group, [])

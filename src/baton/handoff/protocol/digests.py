@@ -1,4 +1,4 @@
-"""Digests of KV, with which D checks that its pages hold what P's held.
+"""Digests of KV: D checks with them that its pages hold what P's held.
 
 A digest covers one plane of one layer of at most `PIECE_TOKENS` tokens of one group, cut at absolute multiples of that
 number. Bytes are hashed in a canonical order (token, head, element), so layout and page size do not matter, and salted
@@ -33,7 +33,7 @@ from baton.kv.geometry import NULL_PAGE, Geometry, Plane
 from baton.kv.interval import Interval
 from baton.wire import Integrity
 
-# Tokens at a time: more would not fit into a core's cache.
+# Tokens hashed at a time: more would not fit into a core's cache.
 SLICE_TOKENS = 8 * PIECE_TOKENS
 SAMPLED_SHARE = 8  # "sampled" digests one in this many blocks of PIECE_TOKENS tokens
 
@@ -42,7 +42,7 @@ _encoder = msgspec.msgpack.Encoder()
 _seeds = msgspec.msgpack.Decoder(Seeds)
 
 
-# Layer id, index of the plane, first head and last head + 1; ids and heads of the whole model.
+# Layer id, plane index, first head and last head + 1; ids and heads of the whole model.
 Cell = tuple[int, int, int, int]
 
 
@@ -124,7 +124,7 @@ def host_plane(geometry: Geometry, plane: Plane, region: NDArray[np.uint8]) -> T
 
 
 def _view(geometry: Geometry, plane: Plane, region: NDArray[np.uint8]) -> NDArray[np.unsignedinteger]:
-    """A plane as unsigned integers `[layers, pages, page_size, heads, head_dim]`, without a copy."""
+    """Unsigned integers `[layers, pages, page_size, heads, head_dim]`, without a copy."""
     view: NDArray[np.unsignedinteger] = np.ndarray(
         (geometry.num_layers, geometry.num_pages, geometry.page_size, plane.num_heads, plane.head_dim),
         dtype=_UNSIGNED[plane.itemsize],
@@ -149,7 +149,7 @@ def cells_of(geometry: Geometry) -> tuple[Cell, ...]:
 
 @lru_cache(maxsize=1 << 13)
 def share(sources: tuple[RankGeometry, ...], dest: RankGeometry, source: int) -> tuple[Cell, ...]:
-    """The cells of a group that rank `source` sends to rank `dest`, in the order of the digests.
+    """The cells of a group that rank `source` sends to `dest`, in the order of the digests.
 
     Raises `ProtocolError` if a piece would have more digests than a message may carry, and the errors of `assign`.
     """
@@ -178,7 +178,7 @@ def _cut(tokens: Interval, size: int) -> Iterator[Interval]:
 
 
 def tokens_to_digest(integrity: Integrity, key: AttemptKey, tokens: Interval) -> tuple[Interval, ...]:
-    """Both engines choose the same tokens, from the transfer's random id."""
+    """Both engines choose the same tokens, by the transfer's random id."""
     if integrity == "off" or tokens.empty:
         return ()
     if integrity == "full":
@@ -188,14 +188,14 @@ def tokens_to_digest(integrity: Integrity, key: AttemptKey, tokens: Interval) ->
 
 
 def seeds_digest(key: AttemptKey, seeds: Seeds) -> bytes:
-    """`DIGEST_BYTES` over the seeds, salted by the attempt."""
+    """`DIGEST_BYTES`, salted by the attempt."""
     # Encoded and decoded first, like the receiver's.
     received = _seeds.decode(_encoder.encode(seeds))
     return bytes(xxhash.xxh3_64_digest(_encoder.encode((key, received))))
 
 
 def check_shape(digests: Digests, wanted: Mapping[str, Interval]) -> None:
-    """Raises `ProtocolError` unless all pieces are valid, in order, and inside the wanted interval of their group."""
+    """Raises `ProtocolError` unless all pieces are valid, in order, and wanted."""
     for group, found in digests.items():
         within = wanted.get(group, Interval(0, 0))
         at = within.start

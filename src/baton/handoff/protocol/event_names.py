@@ -1,4 +1,4 @@
-"""The names of events in the transition tables and in the story of an attempt."""
+"""Names of events in the transition tables and in the story of an attempt."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ def _kind_of(message: type[AttemptMessage]) -> str:
 
 
 def name_of(event: ev.MachineEvent) -> str:
-    """A message has the name of its kind."""
     if isinstance(event, ev.Received):
         return _kind_of(type(event.message))
     return _NAMES[type(event)]

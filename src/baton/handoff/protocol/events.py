@@ -42,7 +42,8 @@ class Declared:
 @dataclass(frozen=True, slots=True)
 class LayersWritten:
     """P: a running forward has written tokens `[0, final)` of the layers below `layers` (ids of the model). They are
-    final unless `LayersWithdrawn` follows. `Declared` follows the forward."""
+    final unless `LayersWithdrawn` follows. `Declared` follows the forward.
+    """
 
     prompt_len: int
     pages: dict[str, list[int]]
@@ -58,7 +59,8 @@ class LayersWithdrawn:
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """P: the first token is sampled and the drafter has run with it. Groups not named in `final` stay as declared.
-    `finished`: this token ended the request."""
+    `finished`: this token ended the request.
+    """
 
     seeds: Seeds
     finished: bool
@@ -140,7 +142,9 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """The peer cannot be reached. `fenced`: its death or its own word proves that it no longer touches our memory."""
+    """The peer cannot be reached. `fenced`: its death, or its own message, proves that it no longer touches our
+    memory.
+    """
 
     reason: str
     message: str
@@ -273,7 +277,7 @@ class DecodeFinished:
 class DecodeFailed:
     """This attempt will deliver no KV. Its pages may still be written: they are NOT free yet.
 
-    `recoverable`: only the KV is lost; computing it elsewhere can still answer the request.
+    `recoverable`: only the KV is lost; recomputing it can still answer the request.
     """
 
     key: AttemptKey
@@ -285,7 +289,8 @@ class DecodeFailed:
 @dataclass(frozen=True, slots=True)
 class DecodeProgress:
     """Per group, tokens from the start of the wanted interval up to `proven` match P's digests. Never decreases, and
-    stays valid after a failure."""
+    stays valid after a failure.
+    """
 
     key: AttemptKey
     proven: dict[str, int]
@@ -302,5 +307,5 @@ HandoffEvent = (
     PrefillReleased | DecodeAdmitted | DecodeCommitted | DecodeFinished | DecodeFailed | DecodeProgress | DecodeReleased
 )
 
-# Failures after which recomputing the KV would not help. Not P's `aborted`: it may concern P's leg alone.
+# Failures after which recomputing would not help. Not P's `aborted`: it may concern P's leg alone.
 FINAL_REASONS = frozenset({"incompatible_peer", "not_final", "register_refused", "superseded"})

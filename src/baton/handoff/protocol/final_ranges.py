@@ -18,7 +18,8 @@ from baton.wire import Integrity, Mode
 @dataclass(slots=True)
 class _Partial:
     """Tokens below `stop` are final only in the layers below `layers`; those below `copied` are copied, or being
-    copied."""
+    copied.
+    """
 
     stop: int
     layers: int
@@ -27,11 +28,12 @@ class _Partial:
 
 class FinalRanges:
     """Copies (push) and digests each token once, as soon as it is final. An interval that becomes final layer by layer
-    is digested and reported to D when all its layers are."""
+    is digested and reported to D once all its layers are final.
+    """
 
     def __init__(self, key: AttemptKey, mode: Mode, integrity: Integrity, copies: CopyLedger) -> None:
         self.final: dict[str, int] = {}
-        self.computed = False  # the engine has declared the whole prompt final in some group
+        self.computed = False  # the whole prompt is declared final in some group
         self.pages: dict[str, list[int]] = {}
         self.digests: msg.Digests = {}
         self._key = key
@@ -39,10 +41,10 @@ class FinalRanges:
         self._integrity = integrity
         self._copies = copies
         self._prompt_len = 0
-        # The end of what is copied (push) and digested, or in progress; None before D has registered.
+        # The end of what is copied (push) and digested, or in progress; None until D has registered.
         self._reached: dict[str, int] | None = None
         self._partial: dict[str, _Partial] = {}
-        # Groups with copies of withdrawn layers: a late one must not overwrite what is copied again.
+        # Groups with copies of withdrawn layers: such a copy must not overwrite later ones.
         self._stale: set[str] = set()
         self._computing = 0
         self._unreported: dict[str, list[ev.StartCopy]] = {}  # copies that ended before their digests were ready
@@ -137,7 +139,7 @@ class FinalRanges:
         return [self._copies.start(group, tokens, self.pages[group], register.pages[group], layers)]
 
     def again(self, register: msg.Register, repair: msg.Repair) -> list[ev.Action]:
-        """Raises `ProtocolError`, before any copy starts, for tokens that were not wanted."""
+        """Copy again. Raises `ProtocolError`, before any copy starts, for tokens that were not wanted."""
         for group, bad in repair.bad.items():
             wanted = register.wanted.get(group, Interval(0, 0))
             at = wanted.start
@@ -152,16 +154,15 @@ class FinalRanges:
         ]
 
     def digested(self, event: ev.DigestsComputed) -> list[ev.StartCopy]:
-        """Returns the copies that ended before their digests."""
         self.digests.setdefault(event.group, []).extend(event.pieces)
         return self._unreported.pop(event.group, [])
 
     def digest_ended(self) -> None:
-        """Call it even if the digests are not used."""
+        """Call this even if the digests are not used."""
         self._computing -= 1
 
     def progress(self, copy: ev.StartCopy) -> list[ev.Action]:
-        """Report an ended copy to D, now or when its digests are ready."""
+        """Report an ended copy to D once its digests are ready."""
         # The last copy of an interval reports all its layers.
         if copy.tokens.stop > (self._reached or {}).get(copy.group, 0) or self._copies.touches(copy.group, copy.tokens):
             return []

@@ -1,6 +1,6 @@
 """Decides by fingerprints whether KV may move between two engines.
 
-Page size, page count and byte layout are not in it: the planner translates them.
+They omit page size, page count and byte layout, which the planner translates.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def geometry_fields(instance: Instance) -> dict[str, str]:
 
 
 def compare_fingerprints(here: Mapping[str, str], peer: Mapping[str, str]) -> bool:
-    """Whether the drafters' KV moves too, see `differing_facts`.
+    """Whether the drafters' KV moves too (`differing_facts`).
 
     Raises `IncompatiblePeerError` naming every field that forbids a handoff.
     """

@@ -1,4 +1,4 @@
-"""Encode and decode control messages.
+"""Encodes and decodes control messages.
 
 A frame is one msgpack array `[version, session, sequence, kind, body]`. `kind` selects a size limit and a typed
 decoder. Anything unknown, too long or of the wrong shape raises `ProtocolError`.
@@ -106,7 +106,7 @@ def _with_joined_tables(message: ControlMessage) -> ControlMessage:
 
 
 def encode_frame(message: ControlMessage, session: int, sequence: int) -> bytes:
-    """Raises `ProtocolError` if the message exceeds its size limit."""
+    """Raises `ProtocolError` for a message over its size limit."""
     kind = kind_of(message)
     body = _encoder.encode(_with_shared_tables(message))
     if len(body) > DECODERS[kind][1]:
@@ -115,7 +115,7 @@ def encode_frame(message: ControlMessage, session: int, sequence: int) -> bytes:
 
 
 def decode_frame(frame: bytes) -> tuple[int, int, ControlMessage]:
-    """Returns `(session, sequence, message)`. Raises `ProtocolError` with a one-line text."""
+    """Returns `(session, sequence, message)`. Raises `ProtocolError`."""
     if len(frame) > MAX_FRAME:
         raise ProtocolError(f"frame of {len(frame)} bytes is over the limit of {MAX_FRAME}")
     try:

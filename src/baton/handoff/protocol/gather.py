@@ -1,7 +1,6 @@
 """Combines the attempts of one request's rank pairs into one outcome, on each side.
 
-A request is committed when every pair is; when one fails, the gather ends the others. Pages are free when every pair
-has ended.
+A request is committed when every pair is. If one fails, the gather ends the others; pages are free when all have ended.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ LEAD: Pair = (0, 0)  # always present; its key is that of the whole attempt
 
 
 def leading_pairs(source: Instance, dest: Instance) -> set[Pair]:
-    """Pairs that are opened even if they move no bytes: from them a process learns the other side's ranks.
+    """Pairs that are opened even if they move no bytes: through them a process learns the other side's ranks.
 
     If a side's ranks are apart (one process each), each has a pair with rank 0 of the other side. If D's are, each also
     has a pair with the sampling rank, for the seeds.
@@ -85,7 +84,7 @@ class PrefillGather:
     def __init__(self, key: AttemptKey, pairs: Mapping[Pair, frozenset[str]]) -> None:
         self._key = key
         self._pairs = sorted(pairs)
-        self._outcomes: dict[Pair, str] = {}  # in order of arrival
+        self._outcomes: dict[Pair, str] = {}
 
     def handle(self, pair: Pair, event: ev.PrefillReleased) -> list[ev.PrefillReleased | EndPair]:
         """Returns the request's `PrefillReleased` when all pairs have ended."""
@@ -104,9 +103,9 @@ class PrefillGather:
 
 
 class DecodeGather:
-    """D's side of one request. `sampling`: the rank of P whose seeds count.
+    """D's side. `sampling`: the rank of P whose seeds count.
 
-    Raises `ProtocolError` if that rank is in no pair.
+    Raises `ProtocolError`.
     """
 
     def __init__(self, key: AttemptKey, pairs: Mapping[Pair, frozenset[str]], sampling: int) -> None:
@@ -204,5 +203,4 @@ def _good(event: ev.HandoffEvent) -> TypeGuard[ev.DecodeCommitted | ev.DecodeFin
 
 
 def _failure(pair: Pair) -> str:
-    """The pair whose failure is reported first is named."""
     return f"rank {pair[0]} to rank {pair[1]} has ended"

@@ -1,8 +1,8 @@
 """How engines prove in HELLO that they know the deployment's ticket key.
 
 A proof is an HMAC-SHA256 under that key over the HELLO, the other side's challenge for this connection, the dialled
-address, and the speaking side, so it is useless elsewhere, or reflected. After that each frame is sealed with a key of
-the session, because a socket redials by itself, and another process may listen there.
+address, and the sender's side: it cannot be replayed elsewhere, or reflected. After that each frame is sealed with a
+key of the session, because a socket redials by itself, and another process may listen there.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ _encoder = msgspec.msgpack.Encoder(order="deterministic")
 
 
 def prove(key: bytes, side: Side, address: str, challenge: bytes, hello: Hello) -> Hello:
-    """`challenge`: the other side's. `address`: the dialled one."""
     return msgspec.structs.replace(hello, proof=_proof(key, side, address, challenge, hello))
 
 
 def is_proven(key: bytes, side: Side, address: str, challenge: bytes, hello: Hello) -> bool:
-    """Whether the sender of `hello`, on `side` of the connection, knows the key."""
+    """Whether the sender of `hello`, on `side`, knows the key."""
     return hmac.compare_digest(hello.proof, _proof(key, side, address, challenge, hello))
 
 
@@ -37,7 +36,7 @@ def session_key(key: bytes, dialler: bytes, listener: bytes) -> bytes:
 
 
 def seal(key: bytes, side: Side, frame: bytes) -> bytes:
-    """The 16-byte seal of a frame sent by `side`."""
+    """16 bytes. `side`: the sender's."""
     return hmac.new(key, side.encode() + frame, hashlib.sha256).digest()[:16]
 
 

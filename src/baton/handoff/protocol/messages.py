@@ -25,13 +25,12 @@ MAX_PIECES = MAX_TOKENS // PIECE_TOKENS
 MAX_HASHES = 2048  # layers times planes
 DIGEST_BYTES = 8
 MAX_ROUNDS = 16
-# Each is a separate copy.
 MAX_REPAIRS = 256
 MAX_LEASE_S = 600.0
 CHALLENGE_BYTES = 16
 
 TransferId = Annotated[bytes, Meta(min_length=16, max_length=16)]
-# Printable ASCII: names and reasons end up in logs and metrics.
+# Printable ASCII, for logs and metrics.
 Name = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[ -~]*\Z")]
 Reason = Annotated[str, Meta(max_length=64, pattern=r"^[ -~]*\Z")]
 Text = Annotated[str, Meta(max_length=2048)]
@@ -53,8 +52,8 @@ Pair = tuple[int, int]  # (source rank, destination rank)
 class AttemptKey(msgspec.Struct, frozen=True, array_like=True):
     """Identity of one attempt to hand over one request: nothing else is matched.
 
-    `transfer_id`: 128 random bits from the router. The incarnations keep messages from a restarted engine. Each pair of
-    ranks is an attempt of its own; the key of the whole is that of pair (0, 0).
+    `transfer_id`: 128 random bits from the router. The incarnations exclude messages from a restarted engine. Each pair
+    of ranks is its own attempt; pair (0, 0) has the key of the whole.
     """
 
     transfer_id: TransferId
@@ -101,7 +100,8 @@ NO_SEEDS = Seeds(first_token=(1 << 31) - 1)
 
 class PieceDigest(msgspec.Struct, frozen=True, array_like=True):
     """The digests of one piece of a group: `DIGEST_BYTES` per layer and plane, layers by id, planes in the geometry's
-    order."""
+    order.
+    """
 
     tokens: Interval
     hashes: Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES * MAX_HASHES)]
@@ -111,8 +111,7 @@ class PieceDigest(msgspec.Struct, frozen=True, array_like=True):
 Digests = Annotated[dict[Name, Annotated[list[PieceDigest], Meta(max_length=MAX_PIECES)]], Meta(max_length=MAX_GROUPS)]
 
 
-class ControlMessage(msgspec.Struct, frozen=True, tag_field="kind"):
-    """Base class."""
+class ControlMessage(msgspec.Struct, frozen=True, tag_field="kind"): ...
 
 
 class Hello(ControlMessage, frozen=True, tag="HELLO"):
@@ -201,7 +200,7 @@ class Confirm(AttemptMessage, frozen=True, tag="CONFIRM"):
 
 
 class Progress(AttemptMessage, frozen=True, tag="PROGRESS"):
-    """P to D, push: the pieces that `digests` cover are copied and visible, so D can check them during the prefill.
+    """P to D, push: the pieces of `digests` are copied and visible, so D can check them during the prefill.
 
     Never repeated: COMMIT has all digests.
     """

@@ -28,11 +28,11 @@ class PrefillPhase(Phase):
 class EnginePhase(Phase):
     """What P's engine has done with an attempt."""
 
-    ABSENT = "absent"  # it has not opened its leg: D's claim began the attempt
-    OPENED = "opened"  # it has opened its leg
-    ADMITTED = "admitted"  # it has pages for the whole prompt
-    RELEASED = "released"  # it knows that its pages are free
-    UNTOLD = "untold"  # ended before it opened its leg; it is notified when it does
+    ABSENT = "absent"  # D's claim began the attempt; the engine has not opened its leg
+    OPENED = "opened"  # the engine has opened its leg
+    ADMITTED = "admitted"  # the engine has pages for the whole prompt
+    RELEASED = "released"  # the engine knows that its pages are free
+    UNTOLD = "untold"  # ended before the engine opened its leg; notified when it does
 
 
 class PeerPhase(Phase):
@@ -57,6 +57,6 @@ class DecodePhase(Phase):
     WITHDRAWN = "withdrawn"  # failed before REGISTER; CANCEL is repeated, since P may hold pages for D
     CLOSING = "closing"  # push: failed; CANCEL is repeated, since P may write the pages
     STOPPING = "stopping"  # pull: failed; own reads are outstanding
-    UNTOLD = "untold"  # failed and released before P was reached, which gets CANCEL when it is
+    UNTOLD = "untold"  # failed and released before P was reached; CANCEL follows when it is
     FAILED = "failed"  # failed, and released
     DONE = "done"  # committed or finished

@@ -88,8 +88,6 @@ class PrefillHandoff(PrefillState):
                 return self._repeat()
         raise AssertionError(f"{name} is in the table and has no handler")
 
-    # ------------------------------------------------------------ the engine
-
     def _opened(self) -> list[ev.Action]:
         told = self.released
         self._engine_step("opened")
@@ -122,8 +120,6 @@ class PrefillHandoff(PrefillState):
             return self._advance()
         self._step("end")
         return self.copies.cancel() if self.copies.outstanding else self._finish()
-
-    # ------------------------------------------------------------ messages
 
     def _receive(self, message: msg.AttemptMessage, name: str) -> list[ev.Action]:
         if isinstance(message, msg.Announce | msg.Register):
@@ -187,10 +183,8 @@ class PrefillHandoff(PrefillState):
         if self.closing or self.closed:
             return self._answer()
         actions = self._fail(reason, text, tell=False)
-        # If the attempt is closed at once, CANCELLED is among the actions.
+        # If the attempt closed at once, CANCELLED is among the actions.
         return actions + self._answer() if self.phase in AWAITING else actions
-
-    # ------------------------------------------------------------ progress
 
     def _advance(self) -> list[ev.Action]:
         if self.phase is not Phase.OPEN or not self.opened or self._register is None:
@@ -244,7 +238,7 @@ class PrefillHandoff(PrefillState):
         return [ev.Count("repairs"), *copies, *self._advance()]
 
     def _finish(self) -> list[ev.Action]:
-        """No copy is outstanding: free the pages, and tell D."""
+        """No copy is outstanding: free the pages, and notify D."""
         self._step("copies ended")
         actions = self._release("finished")
         return actions + self._tell_finished() if self.claimed else actions
@@ -279,8 +273,6 @@ class PrefillHandoff(PrefillState):
         if self.phase is not Phase.OPEN or self.round:
             return []
         return [action for copy in copies for action in self._ranges.progress(copy)]
-
-    # ------------------------------------------------------------ the end
 
     def _fail(self, reason: str, message: str, tell: bool = True) -> list[ev.Action]:
         if self.closing or self.closed:

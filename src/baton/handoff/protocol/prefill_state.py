@@ -1,4 +1,4 @@
-"""P's own phase, what P's engine has to do with the attempt, and what D has sent."""
+"""P's phase, what P's engine has done with the attempt, and what D has sent."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PrefillState(AttemptMachine[Phase]):
 
     @property
     def closed(self) -> bool:
-        """The machine can be replaced by its terminal reply."""
+        """Only the terminal reply is needed from now on."""
         return self.phase is Phase.CLOSED
 
     @property

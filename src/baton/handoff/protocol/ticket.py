@@ -38,7 +38,7 @@ Addresses = Annotated[list[Address], Meta(min_length=1, max_length=MAX_RANKS)]
 
 
 class Party(Protocol):
-    """An engine as a ticket names it: an `EngineIdentity`. One control address per rank."""
+    """An `EngineIdentity`. One control address per rank."""
 
     @property
     def engine_id(self) -> str: ...
@@ -49,8 +49,7 @@ class Party(Protocol):
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """Addresses are in rank order. `prefill_expiry` and `decode_expiry`: seconds of that engine's own monotonic
-    clock."""
+    """Addresses are in rank order. `prefill_expiry` and `decode_expiry`: seconds of that engine's monotonic clock."""
 
     transfer_id: TransferId
     attempt: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
@@ -104,7 +103,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SignedTicket(Ticket, frozen=True, kw_only=True):
-    """A ticket with its signed text, which D sends to P."""
+    """With its signed text, for D to send to P."""
 
     text: str
 
@@ -136,21 +135,21 @@ def adapter_digest(request: bytes, adapter: str) -> bytes:
 
 
 def prefix_digest(prompt_token_ids: Sequence[int], cache_salt: str | None) -> bytes:
-    """32 bytes for a ticket by which cached KV moves (`HandoffParams.prefix_len`); never those of a request. It covers
-    the salt, so that both engines use one tenant's cache."""
+    """32 bytes for a ticket by which cached KV moves (`HandoffParams.prefix_len`); never equal to a request's. It
+    covers the salt, so that both engines use one tenant's cache.
+    """
     content = ("prefix", list(prompt_token_ids), cache_salt)
     return hashlib.sha256(msgspec.msgpack.encode(content)).digest()
 
 
 def sign_ticket(key: bytes, ticket: Ticket) -> str:
-    """Equal tickets under one key give equal strings."""
     body = msgspec.msgpack.encode({name: getattr(ticket, name) for name in Ticket.__struct_fields__})
     signed = body + hmac.new(key, _CONTEXT + body, hashlib.sha256).digest()
     return base64.urlsafe_b64encode(signed).rstrip(b"=").decode("ascii")
 
 
 def verify_ticket(key: bytes, text: str, role: LegRole, now: float) -> SignedTicket:
-    """Check the signature, then decode, then check that the ticket expires after `now`, in this engine's monotonic
+    """Checks the signature, decodes, and checks that the ticket expires after `now`, in this engine's monotonic
     seconds.
 
     Raises `ProtocolError`, or `TicketExpiredError` if only its time is over.
@@ -178,7 +177,7 @@ def verify_ticket(key: bytes, text: str, role: LegRole, now: float) -> SignedTic
 
 
 class Redeemer:
-    """Admits each ticket once per leg. `refused` counts the others. For one thread."""
+    """Admits each ticket once per leg. `refused` counts the others. Not thread-safe."""
 
     def __init__(self, key: bytes, engine_id: str, incarnation: str) -> None:
         self.refused = 0
@@ -212,9 +211,9 @@ class Redeemer:
 
 
 def load_or_create_key(path: str | Path) -> bytes:
-    """A new file is readable by its owner only.
+    """Creates it readable by its owner only.
 
-    Raises `ConfigError` if the file has another length, another owner, or is readable by others.
+    Raises `ConfigError`.
     """
     key = own_secret(Path(path), "ticket_key_file", lambda: secrets.token_bytes(_KEY_BYTES))
     if len(key) != _KEY_BYTES:

@@ -1,7 +1,7 @@
 """The transition tables of the handoff's state machines: (phase, event) -> phase.
 
-An input comes from outside and has the name of its event or message; a step is what a machine decides, in lower case
-with its cause. `python -m tools.phase_tables` writes the steps into docs/protocol.md.
+An input comes from outside and has the name of its event or message. A step is a decision of a machine, in lower case
+and named after its cause. `python -m tools.phase_tables` writes the steps into docs/protocol.md.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ def format_events(events: Iterable[StoryEntry]) -> list[str]:
 
 
 class Table(Generic[PhaseT]):
-    """The transitions of one machine. `steps`: per event, the phase after each phase in which it may happen. `inputs`:
-    per event, the phases in which it may come without changing them by itself."""
+    """The transitions of one machine. `steps`: per event, the phase that follows each allowed phase. `inputs`: per
+    event, the phases that allow it without changing by it.
+    """
 
     def __init__(
         self, machine: str, steps: Mapping[str, Mapping[PhaseT, PhaseT]], inputs: Mapping[str, Iterable[PhaseT]]
@@ -42,7 +43,6 @@ class Table(Generic[PhaseT]):
             raise UndefinedTransitionError(self.machine, phase.value, event, format_events(events)) from None
 
 
-# Inputs of both machines.
 _ENDS = ("abort", "deadline", "fault", "peer lost", "tick", "copy ended", "CANCEL", "CANCELLED")
 
 # ---------------------------------------------------------------- P

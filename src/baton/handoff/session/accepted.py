@@ -11,7 +11,7 @@ MAX_UNPROVEN = 128
 
 
 class AcceptedConnections:
-    """By ZeroMQ identity. For one thread. `evicted`: how many were closed to make room."""
+    """Accepted connections by ZeroMQ identity. Not thread-safe. `evicted`: how many were closed to make room."""
 
     def __init__(self) -> None:
         self._all: dict[bytes, Connection] = {}
@@ -39,7 +39,7 @@ class AcceptedConnections:
     def make_room(self, identity: bytes) -> list[Connection]:
         """Drop and return the connections that a new one of this peer replaces or evicts.
 
-        Raises `ProtocolError` if there is no room, and no unproven peer to evict.
+        Raises `ProtocolError` if all are proven, so that there is no room.
         """
         gone = [connection for connection in [self._all.get(identity)] if connection is not None]
         if not gone and self._is_full():

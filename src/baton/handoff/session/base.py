@@ -19,15 +19,13 @@ class Connection:
     sent: int = 0
     received: int = 0
     engine: str | None = None  # the engine id of the peer's key; None without keys
-    proven: bool = False  # the peer knows the ticket key, so strangers do not displace it
-    # What the peer's proof is over.
+    proven: bool = False  # the peer knows the ticket key, so unproven peers do not evict it
+    # What the peer's proof covers.
     challenge: bytes = field(default_factory=lambda: secrets.token_bytes(CHALLENGE_BYTES))
     key: bytes = b""  # seals the frames after the proof
 
 
 class ControlChannel(Protocol):
-    """What the agent uses of `sockets.Channel`."""
-
     @property
     def address(self) -> str: ...
 
@@ -45,11 +43,11 @@ class ControlChannel(Protocol):
         ...
 
     def wake(self) -> None:
-        """Have the agent's thread poll soon. Any thread; never blocks."""
+        """Make the agent's thread poll soon. Thread-safe; never blocks."""
         ...
 
 
 class Worker(Protocol):
     def start(self, job: Callable[[], None]) -> None:
-        """Run `job` after earlier jobs. Never blocks."""
+        """Never blocks."""
         ...

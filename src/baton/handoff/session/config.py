@@ -18,7 +18,7 @@ DEFAULT_HANDOFF_TIMEOUT_S = 300.0
 class Timers:
     """Durations in seconds. None of them frees memory.
 
-    Raises `ConfigError` for durations that contradict each other.
+    Raises `ConfigError`.
     """
 
     # An unanswered message is repeated after `round_trips` measured round trips, within [`retry_min`, `retry`], then
@@ -26,14 +26,14 @@ class Timers:
     retry: float = 1.0
     retry_min: float = 0.05
     round_trips: float = 8.0
-    check: float = 0.1  # between checks of deadlines, leases and lives of peers
+    check: float = 0.1  # between checks of deadlines, leases and whether peers live
     renew: float = 1.0  # between two RENEWs
-    # A peer that is silent for the lease that it announced is evicted.
+    # A peer that is silent for its announced lease is evicted.
     lease: float = 5.0
-    handoff: float = DEFAULT_HANDOFF_TIMEOUT_S  # limit of a handoff from REGISTER on
-    close: float = 5.0  # the longest wait for copies when closing
+    handoff: float = DEFAULT_HANDOFF_TIMEOUT_S  # limit of a handoff, from REGISTER
+    close: float = 5.0  # longest wait for copies when closing
     hang: float = 30.0  # an agent whose thread completes no loop for so long is lost
-    idle: float = 300.0  # D ends a session without attempts after so long
+    idle: float = 300.0  # D ends a session that has had no attempt for so long
 
     def __post_init__(self) -> None:
         if (
@@ -52,13 +52,11 @@ class Timers:
 
 @dataclass(frozen=True, slots=True)
 class AgentConfig:
-    """This engine's identity on the control channel, and its handling of failures.
-
-    `fingerprint`: the fields that must be equal on both engines; geometry and `integrity` are added. Without `keys`,
+    """`fingerprint`: the fields that must be equal on both engines; geometry and `integrity` are added. Without `keys`,
     all engines share the key pair of the ticket key (`TicketKeys`), and stay on loopback. `max_retries` bounds, per
-    attempt, the failed copies that are issued again, and the rounds of repair.
+    attempt, the retried copies and the repair rounds.
 
-    Raises `ConfigError` for `max_retries` out of range.
+    Raises `ConfigError`.
     """
 
     engine_id: str
@@ -77,6 +75,6 @@ class AgentConfig:
 
 
 def own_bind(bind: str, rank: int) -> str:
-    """Ranks use the ports from that of rank 0 on, if it is not 0."""
+    """Rank r binds rank 0's port plus r; port `*` stays."""
     host, _, port = bind.rpartition(":")
     return f"{host}:{int(port) + rank}" if rank and port.isdecimal() else bind

@@ -25,7 +25,7 @@ class _Refused(NamedTuple):
 
 
 class TransportEnds:
-    """For one thread; `wake` is called on any."""
+    """Not thread-safe; `wake` is called on any thread."""
 
     def __init__(self, transport: Transport, clock: Clock, wake: Callable[[], None]) -> None:
         self._transport = transport
@@ -89,11 +89,10 @@ class TransportEnds:
                 self._transport.disconnect(future.result())
 
     def retire(self, peer: Peer) -> None:
-        """Disconnect when no attempt needs the peer."""
         self._retired.append(peer)
 
     def sweep(self, used: list[Peer]) -> None:
-        """Disconnect retired peers that are unused or fenced, which stops their remaining copies."""
+        """Disconnect retired peers that are unused or fenced. This stops their remaining copies."""
         for peer in [peer for peer in self._retired if peer.fenced() or not any(peer is other for other in used)]:
             self._retired.remove(peer)
             self._transport.disconnect(peer)

@@ -23,12 +23,11 @@ _MONITOR_ADDRESS = "inproc://baton.refused"
 # Handshakes that failed before ZAP was asked.
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
-# pyzmq's sockets are generic over sync and async.
 Socket = Any
 
 
 def as_client(sock: Socket, keys: Keys, server: bytes) -> None:
-    """`server`: the listener's public key (Z85)."""
+    """`server`: its public key (Z85)."""
     sock.setsockopt(zmq.CURVE_SERVERKEY, server)
     sock.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
     sock.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
@@ -42,7 +41,7 @@ def as_server(sock: Socket, keys: Keys) -> None:
 
 
 class Gate:
-    """Admits only authorised engines to one ROUTER. For one thread.
+    """Admits only authorised engines to one ROUTER. Not thread-safe.
 
     Poll `sockets`, and call `serve` when one is readable. Create the gate before binding the ROUTER.
     """
@@ -64,7 +63,7 @@ class Gate:
         self.sockets = (self._monitor, self._zap)
 
     def serve(self, ready: Socket) -> None:
-        """Bounded: a flood of handshakes delays nobody else."""
+        """Serves a bounded number, so a flood of handshakes delays nobody else."""
         for _ in range(_BURST):
             try:
                 parts = ready.recv_multipart(zmq.NOBLOCK)
@@ -96,7 +95,6 @@ class Gate:
         log.warning(text)
 
     def close(self) -> None:
-        """The ROUTER stays open."""
         self._router.disable_monitor()
         self._monitor.close(0)
         self._zap.close(0)

@@ -1,4 +1,4 @@
-"""What one rank sends in HELLO, and its checks of a peer: proof, engine, and tickets."""
+"""One rank's HELLO, and its checks of a peer: proof, engine, and tickets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from baton.handoff.session.session import Session
 
 
 class Greeting:
-    """For one thread. `gathered`: as of `Sessions`. `hello`: without challenge and proof."""
+    """Not thread-safe. `gathered`: as of `Sessions`. `hello`: without challenge and proof."""
 
     def __init__(
         self, config: AgentConfig, instance: Instance, descriptor: bytes, clock: Clock, gathered: bool
@@ -31,31 +31,24 @@ class Greeting:
         self._fields = {**facts, **geometry_fields(instance)}
         self._gathered = gathered
 
-    # ------------------------------------------------------------ proofs
-
     def own(self, connection: Connection, with_descriptor: bool) -> Hello:
         descriptor = self._descriptor if with_descriptor else None
         return msgspec.structs.replace(self.hello, challenge=connection.challenge, descriptor=descriptor)
 
     def proven(self, side: Side, address: str, challenge: bytes, hello: Hello) -> Hello:
-        """`hello` with its proof. `challenge`: the peer's. `address`: the dialled one."""
+        """`challenge`: the peer's. `address`: the dialled one."""
         return prove(self._config.ticket_key, side, address, challenge, hello)
 
     def is_proven(self, side: Side, address: str, connection: Connection, hello: Hello) -> bool:
-        """Whether the sender of `hello`, on `side`, knows the ticket key."""
         return is_proven(self._config.ticket_key, side, address, connection.challenge, hello)
 
     def session_key(self, dialler: bytes, listener: bytes) -> bytes:
-        """The key that seals the frames of a session."""
         return session_key(self._config.ticket_key, dialler, listener)
-
-    # ------------------------------------------------------------ the peer's engine
 
     def agree(self, session: Session, hello: Hello) -> None:
         """Sets the session's groups and pairs.
 
-        Raises `IncompatiblePeerError` if its engine does not fit, and another `BatonError` if its HELLO contradicts
-        itself.
+        Raises `IncompatiblePeerError`, and another `BatonError` for a HELLO that contradicts itself.
         """
         session.hello = hello
         here = self.hello.instance
@@ -71,10 +64,8 @@ class Greeting:
         check_pair(here, peer)
         return {LEAD: frozenset(here.groups)}
 
-    # ------------------------------------------------------------ its claims
-
     def check_claim(self, session: Session, message: Announce | Register) -> SignedTicket:
-        """Raises `ProtocolError` with the reason."""
+        """Raises `ProtocolError`."""
         config, hello = self._config, session.hello
         if hello is None or session.refusal is not None:
             raise ProtocolError(session.refusal[1] if session.refusal else "a session begins with HELLO")

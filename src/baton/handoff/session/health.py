@@ -10,10 +10,10 @@ MAX_SUSPECTS = 1024
 
 
 class Health:
-    """For one thread."""
+    """Not thread-safe."""
 
     def __init__(self) -> None:
-        self._repaired: dict[tuple[str, int], int] = {}  # by process and rank: repaired handoffs in a row
+        self._repaired: dict[tuple[str, int], int] = {}  # repaired handoffs in a row, by process and rank
 
     def note(self, event: HandoffEvent, repaired: bool) -> None:
         failed = isinstance(event, DecodeFailed) and event.reason == "integrity_failed"
@@ -26,6 +26,6 @@ class Health:
             self._repaired.pop(event.key.ends[0], None)
 
     def why_not(self, source: tuple[str, int]) -> str:
-        """Why no further handoff is accepted from a process and rank, or an empty string."""
+        """Why no further handoff is accepted from a process and rank; empty if any is."""
         count = self._repaired.get(source, 0)
         return f"{count} handoffs in a row needed repair" if count >= UNHEALTHY_REPAIRS else ""

@@ -34,7 +34,7 @@ _CONTEXT = b"baton control socket\0"
 
 
 def ticket_key_file(directory: str | Path) -> Path:
-    """Raises `ConfigError` if there is none (a new one would match no peer), or others may write to the directory."""
+    """Raises `ConfigError` if it is missing (a new one would match no peer), or others may write to the directory."""
     path = Path(directory) / _TICKET_KEY
     if not path.is_file():
         raise ConfigError("keys", f"{path} does not exist; `baton keys` makes a key directory")
@@ -45,7 +45,7 @@ def ticket_key_file(directory: str | Path) -> Path:
 def make_keys(directory: str | Path, engines: Sequence[str]) -> list[str]:
     """Create the ticket key and one key pair per engine if missing. Returns the new names.
 
-    Raises `ConfigError` for an invalid engine id, or if a file cannot be written.
+    Raises `ConfigError`.
     """
     for name in engines:
         if _NAME.fullmatch(name) is None:
@@ -61,7 +61,7 @@ def make_keys(directory: str | Path, engines: Sequence[str]) -> list[str]:
             if _secret_file(root, name).exists():
                 continue
             public, secret = zmq.curve_keypair()
-            # First: an engine whose secret exists is always authorised.
+            # The public key first: an engine whose secret exists is always authorised.
             _write(root / "public" / f"{name}.pub", public, 0o644)
             _write(_secret_file(root, name), secret, 0o600)
             made.append(name)
@@ -71,7 +71,7 @@ def make_keys(directory: str | Path, engines: Sequence[str]) -> list[str]:
 
 
 def public_names(directory: str | Path) -> set[str]:
-    """Raises `ConfigError` if others may write to the directory."""
+    """Raises `ConfigError`."""
     folder = Path(directory) / "public"
     check_own(folder, "keys")
     return {path.stem for path in folder.glob("*.pub") if _NAME.fullmatch(path.stem)}
@@ -93,16 +93,16 @@ class Keys(Protocol):
     def secret(self) -> bytes: ...
 
     def public_of(self, engine_id: str) -> bytes | None:
-        """The public key (Z85) of an engine; None if it is not authorised."""
+        """Z85; None if not authorised."""
         ...
 
     def engine_of(self, public: bytes) -> str | None:
-        """The engine with this public key (32 bytes); None if it is not authorised."""
+        """`public`: 32 bytes. None if not authorised."""
         ...
 
 
 class TicketKeys:
-    """One pair for all engines, derived from the ticket key: nobody else can connect or listen."""
+    """One pair for all engines, derived from the ticket key: only who knows it can connect or listen."""
 
     engine_id = None
 
@@ -121,11 +121,10 @@ class TicketKeys:
 
 
 class KeyRing:
-    """One engine's own pair, and the public keys of all engines. For one thread. The directory is read again when it
+    """One engine's own pair, and the public keys of all engines. Not thread-safe. The directory is read again when it
     changes; open connections stay open.
 
-    Raises `ConfigError` for a file or directory that is missing, malformed, another user's, or readable (secrets) or
-    writable by others.
+    Raises `ConfigError`, also for files that others may read (secrets) or write.
     """
 
     def __init__(self, directory: str | Path, engine_id: str) -> None:
@@ -170,8 +169,9 @@ class KeyRing:
 
 
 def check_bind(address: str, has_keys: bool) -> None:
-    """Raises `ConfigError` for a control address that strangers could reach without a key, or that no engine could
-    dial."""
+    """Raises `ConfigError` for a control address that other hosts could reach without a key, or that no engine could
+    dial.
+    """
     if not has_keys and not is_local(address):
         raise ConfigError(
             CONTROL_BIND,

@@ -1,4 +1,4 @@
-"""Seals of a session's frames: once both peers are proven, each frame shows that one of them sent it."""
+"""Seals: once both peers are proven, each frame shows that one of them sent it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The session with one rank of a peer engine, and its phases."""
+"""The session with one rank of a peer engine."""
 
 from __future__ import annotations
 
@@ -41,14 +41,12 @@ SESSION = Table(
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """The session with one rank of a peer engine.
-
-    `phase` changes as `SESSION` says. `hello`: the peer's, once proven. `connecting` is set while the transport
-    connects, `peer` after that. `refusal`: `(reason, message)` if no KV may be exchanged. `challenge`: the peer's, for
-    which we last sent a proof. The peer counts as alive for `lease` seconds after `last_heard` (monotonic seconds).
+    """`phase` changes as `SESSION` says. `hello`: the peer's, once proven. `connecting` is set while the transport
+    connects, `peer` after that. `refusal`: `(reason, message)` if no KV may be exchanged. `challenge`: the peer's that
+    we last sent a proof for. The peer counts as alive for `lease` seconds after `last_heard` (monotonic seconds).
     `until`: keep redialling until then, because the previous session's process may still need the outcome of its
-    attempts. `used`: when an attempt last needed it. `redials`: how many sessions in a row with this address ended
-    without a proof. `round_trip`: in seconds. `groups`: this engine's groups whose KV moves, None for all.
+    attempts. `used`: when an attempt last needed it. `redials`: sessions in a row with this address that ended without
+    a proof. `round_trip`: in seconds. `groups`: this engine's groups whose KV moves, None for all.
     """
 
     connection: Connection
@@ -86,7 +84,6 @@ class Session:
 
     @property
     def talking(self) -> bool:
-        """KV may be exchanged with the peer, connected or not."""
         return self.phase in (SessionPhase.CONNECTING, SessionPhase.READY)
 
     def is_same(self, other: Session) -> bool:

@@ -1,7 +1,7 @@
 """Sessions with peer engines: identity, compatibility, liveness, and the transport's connection of each.
 
-In HELLO each side proves that it knows the ticket key: a stranger gets no transport descriptor, and cannot move or end
-a session. Then fingerprints are compared and the transport connects in the background, before any request.
+In HELLO each side proves that it knows the ticket key: an unproven peer gets no transport descriptor, and cannot move
+or end a session. Then fingerprints are compared and the transport connects in the background, before any request.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ _MAX_DOUBLINGS = 16
 
 
 class Sessions:
-    """All sessions of one rank. For one thread. `gathered`: an `InstanceAgent` joins this rank's pairs; without it, a
-    peer may have only one rank."""
+    """All sessions of one rank. Not thread-safe. `gathered`: an `InstanceAgent` joins this rank's pairs; without it, a
+    peer may have only one rank.
+    """
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class Sessions:
     ) -> None:
         self.clients: dict[Connection, Session] = {}  # engines that dialled us, to decode
         self.servers: dict[str, Session] = {}  # engines that we dialled, by address, to decode from
-        self.is_stalled: Callable[[], bool] = lambda: False  # whether the agent's engine hangs
+        self.is_stalled: Callable[[], bool] = lambda: False
         self.config = config
         self._ends = TransportEnds(transport, clock, channel.wake)
         self.channel = channel
@@ -56,7 +57,7 @@ class Sessions:
 
     @property
     def num_ready(self) -> int:
-        """Peers with which KV can be exchanged now. Any thread."""
+        """Thread-safe."""
         return sum(session.ready for session in self._all())
 
     # ------------------------------------------------------------ D's side: engines we dialled
@@ -77,8 +78,8 @@ class Sessions:
     def dial(self, address: str, lost: Session | None = None) -> Session:
         """Open a session and send HELLO; it replaces `lost`.
 
-        If sessions there keep ending without a proof, HELLO is sent ever less often, and the peer does not count as
-        alive.
+        If sessions with this address keep ending without a proof, HELLO is sent ever less often, and the peer does not
+        count as alive.
         """
         session = self.servers[address] = self._session(self.channel.dial(address))
         if lost is not None:
@@ -181,9 +182,9 @@ class Sessions:
     # ------------------------------------------------------------ P's side: engines that dialled us
 
     def client_hello(self, connection: Connection, hello: Hello) -> Session:
-        """The session returned is open once the peer has proven itself.
+        """The returned session is open once the peer has proven itself.
 
-        Raises `ProtocolError` for an invalid proof.
+        Raises `ProtocolError`.
         """
         session = self.clients.setdefault(connection, self._session(connection))
         proven = self.greeting.is_proven("dialled", self.channel.address, connection, hello)
@@ -200,8 +201,6 @@ class Sessions:
         if hello.proof and not proven:
             raise ProtocolError(f"HELLO of {hello.engine_id!r} proves no knowledge of the ticket key")
         return session
-
-    # ------------------------------------------------------------ life and health
 
     def _all(self) -> list[Session]:
         return [*self.clients.values(), *self.servers.values()]
@@ -226,7 +225,8 @@ class Sessions:
     def may_return(self, session: Session) -> bool:
         """Whether the session's process may still live and need the outcome of its attempts. A fence only proves that
         one connection is closed on this side. No attempt outlives `MAX_TICKET_LIFE_S`, unless its engine was paused
-        that long."""
+        that long.
+        """
         if session.peer is not None:
             return not session.peer.dead()
         return self.clock.monotonic() < session.until
@@ -238,8 +238,6 @@ class Sessions:
 
     def expired(self, now: float) -> list[Session]:
         return [session for session in self._all() if now - session.last_heard > session.lease]
-
-    # ------------------------------------------------------------ ends
 
     def hang_up(self, session: Session) -> None:
         """Its transport peer stays until no attempt needs it."""
@@ -255,7 +253,6 @@ class Sessions:
             self._ends.retire(session.peer)
 
     def idle(self, now: float) -> list[Session]:
-        """Sessions with engines from which nothing was decoded for `Timers.idle`."""
         idle_s = self.config.timers.idle
         return [one for one in self.servers.values() if one.hello is not None and now >= one.used + idle_s]
 
@@ -266,6 +263,5 @@ class Sessions:
         self._ends.sweep(used)
 
     def say_bye(self, reason: str, quiet: bool) -> None:
-        """`quiet`: our copies have ended."""
         for session in self._all():
             self.channel.send(session.connection, Bye(reason, quiet))

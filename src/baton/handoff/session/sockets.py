@@ -4,7 +4,7 @@ Each rank binds one ROUTER. D dials P's ROUTER with a DEALER; both directions us
 draws a random session number. A frame of another session, or whose sequence number is not above the last, is dropped.
 
 Both sides authenticate each other by CURVE. With a key directory the address is `curve://ENGINE@host:port`: the
-dialling side demands that engine's public key, and HELLO must come from the engine whose key it is. Without one, all
+dialling side demands that engine's public key, and HELLO must come from the engine with that key. Without one, all
 engines share the pair of the ticket key (`TicketKeys`), and stay on loopback.
 """
 
@@ -39,11 +39,11 @@ log.addFilter(LogLimit())
 _BURST = 256
 # Frames queued in one connection before its sender is held back.
 _QUEUE = 128
-# Of a context, a ROUTER with monitor and authentication, and a pair that wakes: 12 measured.
+# A context, a ROUTER with monitor and authentication, and a pair that wakes use 12 (measured).
 _NUM_DESCRIPTORS = 24
-# How long frames may take to leave when one session ends, and when all do. Without a BYE a peer waits for its fence.
+# Milliseconds for frames to leave when one session ends, and when all do. Without a BYE a peer waits for its fence.
 _LINGER_MS, _LAST_LINGER_MS = 200, 5000
-# Unread frames answered at most when the channel closes.
+# Unread frames answered when the channel closes, at most.
 _LAST_FRAMES = 4096
 # A BYE ends a session whatever sequence number the receiver has reached.
 _LAST_SEQUENCE = (1 << 63) - 1
@@ -61,12 +61,12 @@ def _need_descriptors() -> None:
 
 
 class Channel:
-    """All connections of one rank. For one thread, except `wake` and the counters.
+    """All connections of one rank. Not thread-safe, except `wake` and the counters.
 
     `malformed`: could not be decoded. `dropped`: could not be sent. `evicted`: closed to make room. `refused`:
     connections not admitted.
 
-    Raises `ConfigError` if the address cannot be bound, or is not on loopback while the engines share a pair.
+    Raises `ConfigError`.
     """
 
     def __init__(self, bind: str, keys: Keys) -> None:
@@ -118,10 +118,8 @@ class Channel:
         with contextlib.suppress(OSError):  # a full pipe wakes too; a closed one has no reader
             self._wake_in.send(b"\0")
 
-    # ------------------------------------------------------------ connections
-
     def dial(self, address: str) -> Connection:
-        """Without a free file descriptor each `send` tries again, and its message is lost."""
+        """Without a free file descriptor, each `send` tries again to open the socket, and its message is lost."""
         endpoint = self._endpoint(address)
         connection = Connection(secrets.randbits(62), None, address=address, engine=endpoint.engine)
         self._open(connection, endpoint)
@@ -148,7 +146,7 @@ class Channel:
 
     def _is_open(self, connection: Connection) -> bool:
         if connection.socket is None:
-            with contextlib.suppress(ProtocolError):  # the peer's key has been removed since
+            with contextlib.suppress(ProtocolError):  # the peer's key was removed
                 self._open(connection, self._endpoint(connection.address))
         return connection.socket is not None
 
@@ -163,7 +161,7 @@ class Channel:
             connection.socket.close()
 
     def send(self, connection: Connection, message: ControlMessage) -> None:
-        """A full or broken connection drops the message: the waiting side repeats."""
+        """A full or broken connection drops the message; the waiting side repeats it."""
         last = isinstance(message, Bye)
         frame = encode_frame(message, connection.session, _LAST_SEQUENCE if last else connection.sent + 1)
         connection.sent += 1
@@ -178,13 +176,11 @@ class Channel:
         except zmq.ZMQError:
             self.dropped += 1
 
-    # ------------------------------------------------------------ receiving
-
     def receive(self, timeout_s: float) -> Iterator[tuple[Connection, ControlMessage]]:
-        """Wait up to `timeout_s` seconds for messages or for `wake`. Malformed frames are only counted.
+        """Wait for messages or `wake`. Malformed frames are only counted.
 
-        A session that was evicted, or replaced by its peer, yields a BYE. Each frame is read after the previous
-        message has been handled, so a peer that has just proven itself is not evicted as a stranger.
+        A session that was evicted, or replaced by its peer, yields a BYE. Each frame is read after the previous message
+        has been handled, so a peer that has just proven itself is not evicted.
         """
         for ready, _ in self._poller.poll(max(0, round(timeout_s * 1000))):
             if ready == self._wake_out.fileno():
@@ -252,7 +248,7 @@ class Channel:
         if isinstance(message, Hello) and connection.engine not in (None, message.engine_id):
             raise ProtocolError(f"HELLO of engine {message.engine_id!r} came with the key of {connection.engine!r}")
         if isinstance(message, Hello):
-            # The other side may have begun this session anew, counting from 1.
+            # The other side may have begun this session again, counting from 1.
             connection.received = 0
         return self._in_order(connection, sequence, check_seal(connection, "answered", message, frame, mark))
 
@@ -266,7 +262,8 @@ class Channel:
 
     def close(self, farewell: Bye | None = None) -> None:
         """Sent frames get time to leave. `farewell` answers unread frames, so a peer that has just opened a session
-        learns that this engine is gone."""
+        learns that this engine is gone.
+        """
         if farewell is not None:
             self._answer_unread(farewell)
         for sock, connection in self._dialled.items():

@@ -62,7 +62,7 @@ class DeepseekV32(Deepseek):
         return DecoderLayer(config, layer_id, build, attention=attention, mlp=feed_forward(config, layer_id, build))
 
     def mtp_config(self, num_modules: int) -> ModelConfig:
-        """Each module has an indexer of its own."""
+        """Each module has its own indexer."""
         config = super().mtp_config(num_modules)
         assert config.latent is not None
         assert config.latent.index is not None
@@ -93,7 +93,7 @@ def _parse(raw: RawConfig, indexer_interleaved: bool) -> ModelConfig:
 
 
 def expert_kinds(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
-    """Which layers have experts, by `mlp_layer_types` or as in DeepSeek-V3."""
+    """Layers with experts, by `mlp_layer_types` or as in DeepSeek-V3."""
     kinds = raw.get("mlp_layer_types")
     if kinds is None:
         return expert_layers(raw, num_layers)
@@ -104,8 +104,9 @@ def expert_kinds(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
 
 
 def _shared_layers(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
-    """Which layers use an earlier layer's choice: by `indexer_types`, `index_topk_pattern` ("FSSF"), or every
-    `index_topk_freq`th layer has an indexer, from `index_skip_topk_offset` - 1 on."""
+    """Layers that use an earlier layer's choice: by `indexer_types` or `index_topk_pattern` ("FSSF"); else every
+    `index_topk_freq`th layer has an indexer, from `index_skip_topk_offset` - 1 on.
+    """
     kinds = raw.get("indexer_types") or raw.get("index_topk_pattern")
     if kinds is None:
         every, offset = get_int(raw, "index_topk_freq", 1), get_int(raw, "index_skip_topk_offset", 2, minimum=0)

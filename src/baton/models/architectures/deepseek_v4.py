@@ -36,8 +36,7 @@ _HASHED, _ROUTED = "hash_moe", "moe"
 
 
 class V4Decoder(Decoder):
-    """The residual is the streams side by side, all of which begin as the embedding. Drafters get their mean, as in
-    SGLang."""
+    """The residual is the streams side by side; all begin as the embedding. Drafters get their mean, as in SGLang."""
 
     def __init__(self, config: ModelConfig, layers: Mapping[int, nn.Module], build: Build) -> None:
         super().__init__(config, layers, build)
@@ -79,7 +78,7 @@ class DeepseekV4(CausalLM):
         return V4Layer(cast(V4Config, config), layer_id, build)
 
     def mtp_config(self, num_modules: int) -> ModelConfig:
-        """Layers with a window alone and routed experts."""
+        """MTP modules have a window alone and routed experts."""
         config = cast(V4Config, self.config)
         plain = replace(config.attention[0], rate=0, overlaps=False, index=None)
         attention, ropes = (plain,) * num_modules, (config.rope,) * num_modules
@@ -149,8 +148,9 @@ def _rotary_dim(raw: RawConfig, head_dim: int) -> int:
 
 
 def _kinds(raw: RawConfig, num_layers: int) -> list[str]:
-    """Each layer's attention, by `layer_types`, or by `compress_ratios` (0, 4 or 128), or as in V4-Pro. Raises
-    `CheckpointError`."""
+    """Each layer's attention, by `layer_types` or `compress_ratios` (0, 4 or 128), else as in V4-Pro. Raises
+    `CheckpointError`.
+    """
     kinds, ratios = raw.get("layer_types"), raw.get("compress_ratios")
     if kinds is None and ratios is None:
         kinds = [_HEAVY] * 2 + [_SPARSE if i % 2 else _HEAVY for i in range(num_layers - 2)]
@@ -158,7 +158,7 @@ def _kinds(raw: RawConfig, num_layers: int) -> list[str]:
         names = {rate: kind for kind, rate in _RATES.items()}
         kinds = [names.get(ratio) if isinstance(ratio, int) else None for ratio in ratios]
     known = (*_RATES,)
-    # Ratios may go on for MTP modules.
+    # Ratios of MTP modules may follow.
     if not isinstance(kinds, list) or len(kinds) < num_layers or any(kind not in known for kind in kinds):
         given = ratios if raw.get("layer_types") is None else raw["layer_types"]
         raise CheckpointError(f"config.json: layer_types must be {num_layers} of {', '.join(known)}, got {given!r}")
@@ -177,7 +177,7 @@ def _hashed(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
 
 
 def _ropes(raw: RawConfig, max_position: int) -> tuple[RopeSpec, RopeSpec]:
-    """Rotary embeddings of layers with a window alone, and of others. As published, YaRN does not scale cos and sin."""
+    """Rotary embeddings of layers with a window alone, and of others. YaRN does not scale cos and sin, as published."""
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(given, Mapping):
         raise CheckpointError(f"config.json: rope_parameters is {given!r}, expected an object")

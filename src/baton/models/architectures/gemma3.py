@@ -112,7 +112,7 @@ def gelu_gate(gate_up: Tensor, on_cpu: bool) -> Tensor:
 
 
 def _sliding(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
-    """Which layers have a window, by `layer_types`, or `sliding_window_pattern` of old configs."""
+    """Layers with a window, by `layer_types`, or `sliding_window_pattern` of old configs."""
     if raw.get("layer_types") is not None:
         return sliding_layers(raw["layer_types"], num_layers)
     pattern = get_int(raw, "sliding_window_pattern", 6)

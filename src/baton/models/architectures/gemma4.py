@@ -1,7 +1,7 @@
 """Gemma 4 (`model_type` gemma4_text; Google, 2026), text only: see `families.gemma4`.
 
 The last layers may share the keys and values of the last layer of their kind that has its own. With per-layer inputs,
-each layer gets a small vector of each row's token.
+each layer gets a small vector for each row's token.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _ROPES: dict[str, dict[str, Any]] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
-# As in transformers, not loaded for layers that share.
+# Not loaded for layers that share, as in transformers.
 _OWN = ("k_proj.", "v_proj.", "k_norm.")
 _STACKED = (".experts.gate_up_proj", ".experts.down_proj")
 
@@ -171,7 +171,7 @@ def parse_gemma4(raw: RawConfig, num_shared: int) -> Gemma4Config:
 
 
 def _sliding(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
-    """As in transformers, the last layer has no window."""
+    """The last layer has no window, as in transformers."""
     types = raw.get("layer_types")
     slides = tuple((i + 1) % 6 > 0 for i in range(num_layers)) if types is None else sliding_layers(types, num_layers)
     return (*slides[:-1], False)
@@ -179,7 +179,8 @@ def _sliding(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
 
 def _full_heads(raw: RawConfig, slides: tuple[bool, ...], kv_heads: int, k_is_v: bool) -> tuple[int, int]:
     """Number and size of full layers' key heads, also from transformers 5's `per_layer_config`. Raises
-    `CheckpointError` if layers of a kind differ."""
+    `CheckpointError` if layers of a kind differ.
+    """
     given = raw.get("per_layer_config")
     if given is None:
         own = get_int(raw, "num_global_key_value_heads", kv_heads) if k_is_v else kv_heads
@@ -198,8 +199,7 @@ def _full_heads(raw: RawConfig, slides: tuple[bool, ...], kv_heads: int, k_is_v:
 
 
 def _sources(slides: tuple[bool, ...], first_shared: int) -> tuple[int, ...]:
-    """For layers that share: the last of their kind with its own keys and values. Raises `CheckpointError` if there is
-    none."""
+    """For layers that share: the last of their kind with its own keys and values. Raises `CheckpointError` if none."""
     last = {slide: layer for layer, slide in enumerate(slides[: max(first_shared, 0)])}
     if missing := set(slides) - set(last):
         kind = "sliding_attention" if missing == {True} else "full_attention"

@@ -171,7 +171,7 @@ class Expert(nn.Module):
         return self.down_proj(self._gated(x))  # type: ignore[no-any-return]
 
     def partials(self, x: Tensor) -> list[Tensor]:
-        """The first of rank 0 includes the bias, so that it counts once per expert, with the expert's weight."""
+        """Only rank 0's first one includes the bias, so that it counts once per expert, with the expert's weight."""
         parts = self.down_proj.partials(self._gated(x))
         if self._has_bias:
             assert self.down_proj.bias is not None

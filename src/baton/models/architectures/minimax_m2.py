@@ -69,13 +69,13 @@ class MiniMaxAttention(Attention):
 
 
 class HeadsNorm(RMSNorm):
-    """RMSNorm over all of a row's heads together, other ranks' included: [T, H, D] -> [T, H, D] of this rank's."""
+    """RMSNorm over all of a row's heads together, including other ranks': [T, H, D] -> [T, H, D] of this rank's."""
 
     def __init__(self, heads: Share, head_dim: int, eps: float, build: Build) -> None:
         super().__init__(heads.length * head_dim, eps, build)
         self.cuts = {"weight": (0, heads.times(head_dim))}
         self._ranks, self._size = build.ranks, heads.total * head_dim
-        # Ranks in a row that hold the same head.
+        # Adjacent ranks that hold the same head.
         self._copies = max(1, build.ranks.size // heads.total)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ class Mistral(CausalLM):
         if raw.get("layer_types") is not None:
             raise CheckpointError("config.json: layer_types is not supported for model_type 'mistral'")
         fields = decoder_fields({"num_key_value_heads": 8, **raw}, max_position_default=131072)
-        # Absence means the default of 4096, null full attention.
+        # If absent, the default of 4096; null means full attention.
         has_window = raw.get("sliding_window", 4096) is not None
         window = get_int(raw, "sliding_window", 4096) if has_window else None
         fields["windows"] = (window,) * fields["num_layers"]

@@ -42,7 +42,7 @@ class Mixtral(CausalLM):
 
 
 def rename_expert(name: str) -> str:
-    """The usual name of a tensor that is named as Mixtral's experts."""
+    """The usual name of a tensor named like Mixtral's experts."""
     name = name.replace(".block_sparse_moe.", ".mlp.")
     for stored, layer in _LAYERS.items():
         name = name.replace(stored, layer)

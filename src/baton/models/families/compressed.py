@@ -2,7 +2,7 @@
 
 One head is key and value. An entry is a weighted mean of `rate` tokens, with weights for each channel from a softmax
 over the tokens; with overlap also of the `rate` tokens before, by other projections. An indexer may choose among the
-entries, by smaller entries of its own. Rotation is undone on the output, since values are rotated too.
+entries, by its own smaller ones. Rotation is undone on the output, since values are rotated too.
 
 Shapes: T rows, E hidden size, Q low-rank size of queries, H heads of D numbers, G groups of heads, R the rotated part.
 """
@@ -39,7 +39,7 @@ from baton.models.layers.specs import IndexSpec
 
 @dataclass(frozen=True, slots=True)
 class CompressedSpec:
-    """`rate` 0: a window alone. `overlaps`: an entry also has the tokens of the one before."""
+    """`rate` 0: a window alone. `overlaps`: an entry also covers the tokens of the one before."""
 
     head_dim: int
     window: int
@@ -94,7 +94,7 @@ class Compressor(nn.Module):
     def _mixed(self, values: Tensor, gates: Tensor) -> Tensor:
         """One window at a time: sums of one shape have the same bits."""
         if self._overlaps:
-            # The tokens before, if any, have the first half of the numbers, the window's own the second.
+            # The first half of the numbers is for the tokens before, if any, the second for the window's own.
             before, bias = len(values) - self.rate, self.position_bias
             earlier = gates[:before, : self.size] + bias[:before, : self.size]
             gates = torch.cat((earlier, gates[before:, self.size :] + bias[:, self.size :]))
@@ -105,7 +105,7 @@ class Compressor(nn.Module):
 
 
 class EntryIndexer(nn.Module):
-    """Scores entries by entries of its own. Replicated on all tensor ranks; weights of heads are in float32."""
+    """Scores entries by its own smaller ones. Replicated on all tensor ranks; weights of heads are in float32."""
 
     def __init__(self, spec: CompressedSpec, config: ModelConfig, build: Build) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class EntryIndexer(nn.Module):
 
 
 class GroupedLinear(nn.Module):
-    """Each group of heads through a projection of its own, [T, G, in] -> [T, G out]. Tensor ranks share groups."""
+    """Projects each group of heads by itself, [T, G, in] -> [T, G out]. Tensor ranks share groups."""
 
     def __init__(self, in_features: int, out_features: int, groups: Share, build: Build) -> None:
         super().__init__()

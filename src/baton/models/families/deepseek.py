@@ -52,7 +52,7 @@ def latent_fields(raw: RawConfig, max_position_default: int, interleaved: bool) 
         rope_dim=rope_dim,
         nope_dim=get_int(raw, "qk_nope_head_dim", 128),
         value_dim=get_int(raw, "v_head_dim", 128),
-        # Null means none, absence the default.
+        # Null means none; if absent, the default.
         query_rank=get_int(raw, "q_lora_rank", 1536) if raw.get("q_lora_rank", 1536) is not None else None,
         is_interleaved=interleaved,
     )
@@ -83,7 +83,7 @@ def sigmoid_experts(raw: RawConfig, num_layers: int) -> MoESpec:
 
 
 def expert_layers(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
-    """Which layers have experts: every `moe_layer_freq`th from `first_k_dense_replace` on, counted from layer 0."""
+    """Layers with experts: every `moe_layer_freq`th from `first_k_dense_replace` on, counted from layer 0."""
     first = get_int(raw, "first_k_dense_replace", 0, minimum=0)
     step = get_int(raw, "moe_layer_freq", 1)
     return tuple(layer >= first and layer % step == 0 for layer in range(num_layers))

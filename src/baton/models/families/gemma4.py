@@ -1,7 +1,7 @@
 """The layers of Gemma 4 (Google, 2026) and of its assistant. Shapes: T rows, E hidden size, P size of per-layer inputs.
 
-Layers with a window and full ones have heads of different sizes and numbers. Queries and keys are normed with a weight,
-values without; scores have no scale.
+Windowed and full layers differ in size and number of heads. Queries and keys are normed with a weight, values without;
+scores have no scale.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Gemma4Config(ModelConfig):
     softcap: float | None
 
     def spec(self, layer_id: int) -> KVLayerSpec:
-        """What layer `layer_id`, or the layer that it shares with, keeps."""
+        """The KV of layer `layer_id`, or of the layer it shares with."""
         window = self.windows[layer_id]
         if window is None:
             return KVLayerSpec(self.full_kv_heads, self.full_head_dim, None)
@@ -48,7 +48,7 @@ class Gemma4Config(ModelConfig):
 
 
 class Gemma4Attention(nn.Module):
-    """[T, E] -> [T, E], with keys and values of its own or of another layer."""
+    """[T, E] -> [T, E], with own keys and values or another layer's."""
 
     def __init__(self, config: Gemma4Config, layer_id: int, build: Build) -> None:
         super().__init__()

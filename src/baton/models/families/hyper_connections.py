@@ -48,14 +48,14 @@ class HyperConnection(nn.Module):
         self.base, self.scale = wide.empty((2 + count) * count), wide.empty(3)
 
     def read(self, x: Tensor) -> tuple[Tensor, Mix]:
-        """The block's input [T, E]."""
+        """Returns the block's input [T, E], and how to add its output."""
         mixes = self.fn(self._norm(x.float()))
         made = streams_cpu.mixing_weights if mixes.device.type == "cpu" else mixing_weights
         pre, post, comb = made(mixes, self.scale, self.base, self._spec.rounds, self._spec.eps)
         return weighted_sum(x, pre), Mix(post, comb)
 
     def add(self, x: Tensor, out_TE: Tensor, mix: Mix) -> Tensor:
-        """The next residual [T, N E]."""
+        """Returns the next residual [T, N E]."""
         streams = x.view(len(x), self._spec.count, -1).float()
         total = mix.post[:, :, None] * out_TE[:, None].float()
         for j in range(self._spec.count):
@@ -80,7 +80,7 @@ class StreamHead(nn.Module):
 
 
 def weighted_sum(x: Tensor, weights_TN: Tensor) -> Tensor:
-    """[T, E] of the streams [T, N E], in their order, in float32."""
+    """[T, E] from the streams [T, N E], summed in order in float32."""
     streams = x.view(len(x), weights_TN.shape[1], -1).float()
     total = weights_TN[:, :1] * streams[:, 0]
     for i in range(1, weights_TN.shape[1]):

@@ -1,4 +1,4 @@
-"""The base of Qwen3-Next and Qwen3.5: gated delta nets, with a layer of gated attention after every few."""
+"""The base of Qwen3-Next and Qwen3.5: gated delta nets, with gated attention in every few layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from baton.models.layers.specs import MoESpec
 from baton.models.loading.tensor_names import split_experts, split_rows
 
 _RECURRENT, _ATTENTION = "linear_attention", "full_attention"
-# Layouts of images' positions. Texts have the same in all sections.
+# Layouts of positions in images; text has the same positions in all sections.
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 
@@ -118,7 +118,7 @@ def hybrid_fields(raw: RawConfig) -> dict[str, Any]:
 
 
 def qwen_experts(raw: RawConfig, layers: tuple[bool, ...]) -> MoESpec:
-    """The shared expert has a gate of its own."""
+    """The shared expert has its own gate."""
     return MoESpec(
         layers=layers,
         num_experts=get_int(raw, "num_experts"),

@@ -69,7 +69,7 @@ def _convolved(inputs_TC: Tensor, state: Tensor, weight: Tensor, bias: Tensor, r
 
 
 def _last_inputs(inputs_TC: Tensor, state: Tensor, rows: ScanRows) -> Tensor:
-    """The K - 1 inputs up to each of the rows `kept`, those of earlier steps from `state`: [len(kept), C, K - 1]."""
+    """The K - 1 inputs up to each of the rows `kept`, earlier steps' from `state`: [len(kept), C, K - 1]."""
     columns, starts = state.shape[2], rows.query_start.astype(np.int64)
     owner = np.searchsorted(starts, rows.kept, side="right") - 1
     at = rows.kept[:, None] - np.arange(columns - 1, -1, -1)

@@ -21,7 +21,7 @@ from baton.models.layers.row_linear import RowLinear
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + e^-x) in float32. On a CPU, unlike PyTorch's, its bits do not depend on a number's position."""
+    """In float32. On a CPU, unlike PyTorch's, its bits do not depend on a number's position."""
     return elementwise.sigmoid(x) if x.device.type == "cpu" else x.sigmoid()
 
 
@@ -79,7 +79,7 @@ class Attention(nn.Module):
         return self.o_proj(out.reshape(x.shape[0], -1))  # type: ignore[no-any-return]
 
     def write(self, x: Tensor, cos_sin: tuple[Tensor, Tensor] | None, cache: LayerCache) -> None:
-        """Without output."""
+        """Write k and v, without output."""
         _, k, v = self._heads(x, cos_sin)
         cache.write(self._layer_id, k, v)
 
@@ -95,7 +95,8 @@ class Attention(nn.Module):
 
 class DecoderLayer(nn.Module):
     """Pre-norm residual layer: x + attention(norm(x)), then + MLP(norm(.)). [T, E] -> [T, E]. `attention` and `mlp`
-    replace the default ones."""
+    replace the default ones.
+    """
 
     def __init__(
         self,

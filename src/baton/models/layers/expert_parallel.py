@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from baton.errors import ConfigError, EngineUnavailableError
 
-# All-gather: the tensors of all ranks, in rank order.
+# All-gather: the tensors of all ranks, in order.
 Gather = Callable[[Tensor], Sequence[Tensor]]
 # All-to-all: bytes for each rank, and how many to expect from each -> the bytes from each.
 AllToAll = Callable[[Sequence[Tensor], Sequence[int]], Sequence[Tensor]]
@@ -55,7 +55,7 @@ class Dispatched:
 
 
 class ExpertRanks:
-    """One of `size` ranks that share experts: each holds an equal number of a layer's, give or take one.
+    """One of `size` ranks, which hold equal numbers of a layer's experts, give or take one.
 
     `begun`: there was a round since the last `finish`. `begins` is called before the first round: the other ranks may
     not know of it yet. After a failed round every later one fails.
@@ -70,13 +70,13 @@ class ExpertRanks:
         self._layers: list[SharedLayer] = []
 
     def local_experts(self, num_experts: int) -> range:
-        """Raises `ConfigError` if there are fewer experts than ranks."""
+        """Raises `ConfigError` for fewer experts than ranks."""
         if num_experts < self.size:
             raise ConfigError("data_parallel_size", f"is {self.size}, and the model has {num_experts} experts")
         return range(self.rank * num_experts // self.size, (self.rank + 1) * num_experts // self.size)
 
     def add(self, layer: SharedLayer) -> int:
-        """Returns the layer's number, equal on all ranks if they add layers in the same order."""
+        """The layer's number, equal on all ranks if they add layers in the same order."""
         self._layers.append(layer)
         return len(self._layers) - 1
 
@@ -122,7 +122,7 @@ class ExpertRanks:
                 raise
 
     def _round(self, number: int, dispatched: Sequence[Dispatched], word: int) -> tuple[list[Tensor], list[int] | None]:
-        """The outputs for what this rank dispatches; or, if no rank dispatched anything, the words of all."""
+        """The outputs for what this rank dispatches; or, if no rank dispatched anything, all ranks' words."""
         if self._failure is None:
             try:
                 return self._run_round(number, dispatched, word)

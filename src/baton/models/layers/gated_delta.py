@@ -30,7 +30,7 @@ _L2_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaSpec:
-    """Raises `CheckpointError` if `value_heads` is no multiple of `key_heads`."""
+    """`value_heads` is a multiple of `key_heads`, else raises `CheckpointError`."""
 
     key_heads: int
     key_dim: int

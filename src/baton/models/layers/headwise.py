@@ -35,7 +35,7 @@ def _headwise(x_THK: Tensor, weight_HKN: Tensor) -> Tensor:
 def _heights(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, threads: int
 ) -> tuple[int, ...]:
-    """As `linear.block_heights`, for a weight [H, K, N] of these strides."""
+    """See `linear.block_heights`; for a weight [H, K, N] of these strides."""
     generator = torch.Generator().manual_seed(0)
     heads, inner, columns = shape
     heights = [height for height in HEIGHTS if height <= TALL or heads * inner * columns < BIG_PROBE]

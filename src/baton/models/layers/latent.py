@@ -20,7 +20,7 @@ from baton.models.layers.rotary import deinterleave, rotate, yarn_mscale
 from baton.models.layers.row_linear import RowLinear
 from baton.models.layers.specs import LatentSpec
 
-# Not rms_norm_eps, as in transformers.
+# As in transformers, which does not use rms_norm_eps.
 _LATENT_EPS = 1e-6
 
 

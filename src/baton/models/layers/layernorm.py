@@ -16,9 +16,8 @@ from baton.models.layers.linear import Build
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm over the last dimension (Zhang & Sennrich, 2019).
-
-    Float32 inside, back to the input's dtype, then times the weight.
+    """Root mean square norm over the last dimension (Zhang & Sennrich, 2019): in float32, back to the input's dtype,
+    then times the weight.
     """
 
     def __init__(self, size: int, eps: float, build: Build) -> None:

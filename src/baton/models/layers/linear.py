@@ -27,7 +27,7 @@ from baton.kernels.cpu.int8_gemm import Int8Weight
 from baton.kernels.device import aligned_copy
 from baton.models.layers.parallel import SINGLE_RANK, Share, TensorRank
 
-# oneDNN's and PyTorch's default, 1,024 compiled shapes each, takes most of a gigabyte with prompts of many lengths.
+# The default of oneDNN and PyTorch, 1,024 compiled shapes each, takes most of a gigabyte with prompts of many lengths.
 # Read at the first product.
 for _capacity in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_capacity, "128")
@@ -37,7 +37,7 @@ HEIGHTS = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
 _PROBE_SHIFTS = (0, 1, 2, 3, 5, 11)
 # Enough for every position in a low block.
 _PROBE_ROWS = 64
-# From this many numbers on, probing blocks above TALL would take too long.
+# From this many weights on, probing blocks above TALL would take too long.
 BIG_PROBE = 1 << 22
 TALL = 64
 _PACKED_ROWS = 16
@@ -63,7 +63,7 @@ class Build:
 
 
 def packed(weight: Tensor) -> Tensor | None:
-    """oneDNN's blocked copy of `weight` [N, K], or None if there is none."""
+    """oneDNN's blocked copy of `weight` [N, K], or None."""
     if weight.device.type != "cpu" or weight.dtype not in _PACKED_DTYPES:
         return None
     # Private operators of PyTorch's compiler, without any promise of stability.
@@ -97,8 +97,8 @@ def block_heights(
 ) -> tuple[int, ...]:
     """Block heights, tallest first, that give every row the same bits for a weight [rows, columns].
 
-    The algorithm may depend on `threads`, and with cuBLAS on a bias. Falls back to single rows, which are invariant by
-    themselves, if rows depend on their place even in blocks of the reference height.
+    The algorithm may depend on `threads`, and with cuBLAS on a bias. Falls back to single rows, which are always
+    invariant, if rows depend on their place even in blocks of the reference height.
     """
     heights = [height for height in HEIGHTS if height <= TALL or rows * columns < BIG_PROBE]
     x, weight = _probe(heights[0], rows, columns, dtype, device)
@@ -149,7 +149,7 @@ def cancelling_operands(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def matching_heights(multiply: Callable[[Tensor], Tensor], x: Tensor, heights: Sequence[int]) -> tuple[int, ...]:
-    """The heights at which each row has the bits of the reference."""
+    """Block heights that give each row the reference's bits."""
 
     def in_blocks(x: Tensor, height: int) -> Tensor:
         return torch.cat([multiply(block) for block in torch.split(x, height)])
@@ -168,7 +168,7 @@ def matching_heights(multiply: Callable[[Tensor], Tensor], x: Tensor, heights: S
 
 
 def blocks(total: int, heights: tuple[int, ...]) -> list[int]:
-    """The last block is padded if that costs less than one more block."""
+    """Block heights for `total` rows. The last block is padded if that costs less than one more block."""
     chosen: list[int] = []
     while total > 0:
         fitting = min((height for height in heights if height >= total), default=0)
@@ -202,7 +202,8 @@ def invariant_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def reads_next_row(columns: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether oneDNN may read past the end of a row: with AMX it fills tiles of 32 bfloat16 columns with the next row's
-    first numbers, times weights of 0. A NaN there would spread."""
+    first numbers, times weights of 0. A NaN there would spread.
+    """
     return device.type == "cpu" and dtype is torch.bfloat16 and columns % 32 > 0
 
 
@@ -251,7 +252,8 @@ class Linear(nn.Module):
 
     def in_place(self) -> tuple[int, int, int] | None:
         """Addresses of the packed weight, of int8 scales (0: bfloat16), and of the bias (0: none), for kernels that
-        give up to `small_gemm.MAX_ROWS` rows the bits of `forward`. None if there is no such kernel here."""
+        give up to `small_gemm.MAX_ROWS` rows the bits of `forward`. None without such a kernel.
+        """
         bias = 0 if self.bias is None else self.bias.data_ptr()
         if self._int8 is not None:
             found = self._int8.addresses

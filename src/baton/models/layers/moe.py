@@ -69,7 +69,7 @@ class Router(Linear):
 
 
 def row_sum(values: Tensor) -> Tensor:
-    """Column by column: the order of PyTorch's reduction depends on the number of rows."""
+    """By columns: the order of PyTorch's reduction depends on the number of rows."""
     total = values[:, :1]
     for column in range(1, values.shape[1]):
         total = total + values[:, column, None]
@@ -114,7 +114,8 @@ class Experts(nn.ModuleList):
 
     def weighted_sum(self, x: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """[T, E] in x's dtype, added in the order of `ids_TK`. Partial sums of tensor ranks are added once per row, for
-        all its experts."""
+        all its experts.
+        """
         top_k = ids_TK.shape[1]
         if self._shared is not None:
             made = self._shared.made(self._number, x, ids_TK)
@@ -132,7 +133,8 @@ def run_experts(
     experts: Sequence[ExpertCall], experts_P: Tensor, rows: Callable[[Tensor], Tensor], width: int
 ) -> Tensor:
     """The outputs [P, width] of (row, expert) pairs. `rows` gives the rows of pairs by their indices [N]. Each expert
-    is called once."""
+    is called once.
+    """
     order = experts_P.argsort(stable=True)
     chosen = rows(order)
     made = torch.empty(len(order), width, dtype=chosen.dtype, device=chosen.device)

@@ -22,8 +22,9 @@ class Mxfp4Pairs:
         self._waiting: dict[str, Tensor] = {}
 
     def add(self, name: str, tensor: Tensor) -> tuple[str, Tensor, Tensor] | None:
-        """Returns None for the first of two tensors; for the second the stem of their names, blocks and scales. Raises
-        `CheckpointError` if the two do not fit, or a scale is NaN."""
+        """None for the first of two tensors; for the second the stem of their names, blocks and scales. Raises
+        `CheckpointError`.
+        """
         stem, ending = name[: -len(BLOCKS)], name[-len(BLOCKS) :]
         other = self._waiting.pop(stem + (SCALES if ending == BLOCKS else BLOCKS), None)
         if other is None:

@@ -58,10 +58,7 @@ class Stage:
 
 
 def stage_layers(num_layers: int, index: int, count: int) -> range:
-    """Equal numbers of layers, the remainder on the first stages.
-
-    Raises `ConfigError` if there are fewer layers than stages.
-    """
+    """Equal numbers of layers, the remainder on the first stages. Raises `ConfigError` for fewer layers than stages."""
     if num_layers < count:
         raise ConfigError("pipeline_parallel_size", f"is {count}, and the model has {num_layers} layers")
     each, more = divmod(num_layers, count)
@@ -97,7 +94,7 @@ class TensorRank:
         return share_of_heads(total, self.rank, self.size)
 
     def slices(self, total: int) -> int:
-        """Slices of a rank's part of `total` inputs. Raises `ConfigError` if they do not divide."""
+        """Slices of a rank's part of `total` inputs. Raises `ConfigError`."""
         if total % self.num_slices:
             why = f"is {self.num_slices}, which does not divide the model's {total} inputs of a projection"
             raise ConfigError("reduction_slices", why)

@@ -17,11 +17,11 @@ class MoESpec:
 
     A row goes to the `top_k` experts with the best scores, of the `top_groups` best of `num_groups` equal groups. A
     group's score is that of its best expert, or the sum of its two best (`group_score`). `has_choice_bias`: scores are
-    biased for the choice, not for the weights. With `renormalise` the chosen experts' weights are divided by their
-    sum; then `scale` multiplies them. `shared_size`: width of the shared expert, an MLP that every row passes, 0
-    without; with `has_shared_gate` its output is multiplied by the sigmoid of one more projection.
+    biased for the choice, not for the weights. With `renormalise` the chosen experts' weights are divided by their sum;
+    then `scale` multiplies them. `shared_size`: width of the shared expert, an MLP that every row passes, 0 without;
+    with `has_shared_gate` its output is multiplied by the sigmoid of one more projection.
 
-    Raises `CheckpointError` for impossible groups, fewer eligible experts than `top_k`, or more than `MAX_EXPERTS`.
+    Raises `CheckpointError`.
     """
 
     layers: tuple[bool, ...]

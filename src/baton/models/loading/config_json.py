@@ -11,12 +11,12 @@ from baton.errors import CheckpointError
 from baton.models.config import RawConfig
 from baton.models.registry import MODELS
 
-# Fields that a nested config of a text model may inherit from the outer one.
+# Outer fields that the nested config of a text model may inherit.
 _BESIDE = ("tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id", "bos_token_id", "quantization_config")
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file of a checkpoint. Raises `CheckpointError` naming the file."""
+    """A JSON object from a file. Raises `CheckpointError` naming it."""
     try:
         value = json.loads(file.read_bytes())
     except FileNotFoundError:
@@ -31,7 +31,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """`config.json` of the checkpoint directory `path`. Raises `CheckpointError`."""
+    """Raises `CheckpointError`."""
     directory = Path(path)
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such checkpoint directory")
@@ -39,7 +39,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def text_config(raw: RawConfig) -> RawConfig:
-    """The config of the text model in a checkpoint of text and images, whose `config.json` nests it; else `raw`."""
+    """The config of the text model, which a checkpoint of text and images nests; else `raw`."""
     inner = raw.get("text_config")
     if not isinstance(inner, Mapping) or _is_known(raw) or not _is_known(inner):
         return raw

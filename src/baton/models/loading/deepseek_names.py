@@ -1,4 +1,4 @@
-"""DeepSeek-V4's names of tensors, as its checkpoints have them or transformers writes them, and the model's."""
+"""Maps DeepSeek-V4's tensor names, as its checkpoints have them or transformers writes them, to the model's."""
 
 from __future__ import annotations
 

@@ -25,8 +25,9 @@ def get_dtype(raw: RawConfig) -> torch.dtype:
 
 
 def check_quantization(quantization: str, dtype: torch.dtype, has_pairs: bool = HAS_BF16_PAIRS) -> None:
-    """Raise `ConfigError` if weights of a model in `dtype` cannot be quantised on a CPU with (`has_pairs`) or without
-    products of bfloat16 pairs."""
+    """Raise `ConfigError` if a model in `dtype` cannot be quantised. `has_pairs`: the CPU has products of bfloat16
+    pairs.
+    """
     if dtype is not torch.bfloat16:
         raise ConfigError("dtype", f"must be bfloat16 with quantization {quantization}, is {dtype_name(dtype)}")
     if not has_pairs:
@@ -39,7 +40,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def resolve_dtype(dtype: torch.dtype | str, raw: RawConfig) -> torch.dtype:
     """`dtype` itself or by name; for "auto" the dtype in config.json. float16 becomes float32, which holds all its
-    numbers, since no kernel here computes in float16."""
+    numbers, since no kernel here computes in float16.
+    """
     if isinstance(dtype, torch.dtype):
         return dtype
     found = get_dtype(raw if dtype == "auto" else {"dtype": _ALIASES.get(dtype, dtype)})

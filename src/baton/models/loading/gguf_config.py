@@ -1,5 +1,6 @@
 """The `config.json` of a GGUF file, as transformers reads it, without torch. Unlike transformers 5.23, it keeps the
-head size, rope scaling, and biases."""
+head size, rope scaling, and biases.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +29,15 @@ _ORDINARY: dict[str, Any] = {
     "rope.scale_linear": 1,
     "use_parallel_residual": False,
 }
-# `gguf`'s types of numbers that are not in blocks, and the dtype they mean.
+# `gguf`'s types of numbers outside blocks, and their dtypes.
 FLOATS = {0: "float32", 1: "float16", 30: "bfloat16"}
 _FLOAT32 = 0
-# Of Llama 3.1 and later, whose factors alone are stored.
+# For Llama 3.1 and later, whose files store only the factors.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def gguf_config(header: GgufHeader) -> dict[str, Any]:
-    """Raises `CheckpointError` with the key or tensor that is not supported."""
+    """Raises `CheckpointError`."""
     return _Metadata(header).config()
 
 
@@ -100,7 +101,7 @@ class _Metadata:
             "num_experts": self._need_int("expert_count"),
             "num_experts_per_tok": self._need_int("expert_used_count"),
             "moe_intermediate_size": self._need_int("expert_feed_forward_length"),
-            # As in llama.cpp, whose files do not say so.
+            # As in llama.cpp; the files do not say so.
             "norm_topk_prob": True,
         }
 
@@ -142,7 +143,7 @@ class _Metadata:
         return found
 
     def _llama3(self, head_dim: int) -> dict[str, Any] | None:
-        """Llama 3.1's rope scaling. The file has only the factors of the wavelengths."""
+        """Llama 3.1's rope scaling, from the stored factors of the wavelengths."""
         stored = self._header.tensors.get(ROPE_FACTORS)
         if stored is None:
             return None

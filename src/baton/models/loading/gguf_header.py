@@ -1,5 +1,6 @@
 """The header of a GGUF file (docs/gguf.md of ggml), without torch. `gguf.GGUFReader` takes 10 us for each string, so
-seconds for a vocabulary with merges."""
+seconds for a vocabulary with merges.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +45,7 @@ class GgufHeader:
 
 
 def read_header(path: Path, with_texts: bool = True) -> GgufHeader:
-    """`with_texts` False leaves lists of strings empty. Raises `CheckpointError` for a file that is not GGUF, is
-    truncated or one of several parts, or has tensors of an unknown type or that overlap."""
+    """`with_texts` False leaves lists of strings empty. Raises `CheckpointError`, also for one of several parts."""
     try:
         with path.open("rb") as file:
             begin = file.read(24)
@@ -149,7 +149,7 @@ class _Reader:
         return self._blob[self._at - length : self._at].decode()
 
     def _texts(self, count: int) -> list[str]:
-        """Without calls for each: a vocabulary and its merges are some 300,000."""
+        """Without a call per text: a vocabulary and its merges are some 300,000."""
         blob, at, length, found = self._blob, self._at, struct.Struct("<Q").unpack_from, []
         for _ in range(count):
             end = at + 8 + length(blob, at)[0]

@@ -30,7 +30,8 @@ _OF_LAYER = re.compile(r"blk\.(\d{1,4})\.(\w+)\.(weight|bias)")
 
 def model_name(stored: str) -> str | None:
     """The Hugging Face name, with `{}` for an expert's number if the tensor has all of a layer. None for unknown
-    tensors."""
+    tensors.
+    """
     found = _OF_LAYER.fullmatch(stored)
     if found is None:
         return _OUTER.get(stored)

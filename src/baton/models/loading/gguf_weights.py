@@ -18,7 +18,7 @@ from baton.models.loading.gguf_header import GgufHeader, GgufTensor, read_header
 from baton.models.loading.gguf_names import model_name
 
 _FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
-# llama.cpp rotates neighbours of a head, so its Llama files interleave the two halves that are rotated here.
+# llama.cpp rotates adjacent elements of a head, so its Llama files interleave the two halves that are rotated here.
 _INTERLEAVED = re.compile(r"\.attn_([qk])\.")
 
 

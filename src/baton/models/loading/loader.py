@@ -1,4 +1,4 @@
-"""Load models from Hugging Face checkpoint directories: config.json and safetensors, sharded or not. Never pickle.
+"""Loads models from Hugging Face checkpoint directories: config.json and safetensors, sharded or not. Never pickle.
 
 Any fault of a directory raises a `CheckpointError` of one line that names the file, tensor or field.
 """
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _EXPERT = re.compile(r"(.+\.experts\.\d+)\.")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# Bytes of a weight file that are mapped at once.
+# Bytes of a weight file mapped at once.
 _MAPPED_SIZE = 1 << 26
 
 Rename = Callable[[str], str | None]
@@ -111,10 +111,10 @@ def fill_module(
     """Copy the checkpoint's tensors into `module`, casting to its dtypes, and pack its linear layers.
 
     `rename` maps a stored name to the module's, or to None to leave the tensor out. `unpack`: as `CausalLM.unpack`.
-    `quantized` joins the parts of quantised weights first. Raises `CheckpointError` for a tensor without a place, a
-    place without a tensor, or another shape. Peak memory: the weights once, one layer, and a piece of a file.
+    `quantized` joins the parts of quantised weights first. Raises `CheckpointError` unless tensors and places match.
+    Peak memory: the weights once, one layer, and a piece of a file.
     """
-    # Filled places leave the table: it would keep weights that packing has replaced.
+    # Filled places leave the table, which would otherwise keep weights that packing has replaced.
     table = weight_table(module)
     places = set(table)
     unfilled = _Packer(module, table)
@@ -164,8 +164,9 @@ def _expert_of(name: str) -> str | None:
 
 
 def _stored(file: Path, rename: Rename) -> Iterator[tuple[str, Tensor, float]]:
-    """The tensors of a file that `rename` keeps, each with the share of them that is then read. The mapped part of an
-    open file counts as this process's memory: it is reopened now and then."""
+    """The tensors of a file that `rename` keeps, each with the share of them that is then read. The file is reopened
+    now and then, since its mapped part counts as this process's memory.
+    """
     with open_weights(file) as tensors:
         names = [name for name in tensors.keys() if rename(name) is not None]  # noqa: SIM118 - not a mapping
     number = 0
@@ -214,8 +215,7 @@ def load_model(
 ) -> CausalLM:
     """Load this rank's part of a checkpoint.
 
-    `dtype` "auto": the checkpoint's own. `quantization`: see `Build`. Raises `CheckpointError`, and `ConfigError` if
-    the model cannot be cut for so many ranks or quantised here.
+    `dtype` "auto": the checkpoint's own. `quantization`: see `Build`. Raises `CheckpointError`, `ConfigError`.
     """
     raw = text_config(read_config(path))
     cls = model_class(raw.get("model_type"))
@@ -247,7 +247,7 @@ def load_model(
 
 
 def quantized_weights(raw: RawConfig, stored: StoredTensors) -> QuantizedWeights | None:
-    """Raises `CheckpointError` for unknown formats."""
+    """Raises `CheckpointError`."""
     scheme = scheme_of(raw)
     return None if scheme is None else QuantizedWeights(scheme, stored.names)
 

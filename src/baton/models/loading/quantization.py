@@ -23,8 +23,9 @@ class Quantization:
 
 
 def quantization_of(raw: RawConfig) -> Quantization | None:
-    """`quantization_config`. None if there is none, and for MXFP4, which an architecture reads itself. Raises
-    `CheckpointError` naming what is not supported."""
+    """`quantization_config`. None if unquantised, and for MXFP4, which an architecture reads itself. Raises
+    `CheckpointError`.
+    """
     config = raw.get("quantization_config")
     method = config.get("quant_method") if isinstance(config, Mapping) else config
     if config is None or method == "mxfp4":

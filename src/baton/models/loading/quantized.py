@@ -30,13 +30,14 @@ class Scheme(Protocol):
     optional: tuple[str, ...]
 
     def dequantise(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """[out, in] in float32. Raises `CheckpointError` if the parts do not go together."""
+        """[out, in] in float32. Raises `CheckpointError`."""
         ...
 
 
 class ScaledWeight:
-    """`weight` [out, in] in FP8 or INT8, times a scale for each tensor, output channel, or block of `block` outputs
-    and inputs. FP8 in blocks has `weight_scale_inv`, which is a factor all the same."""
+    """`weight` [out, in] in FP8 or INT8, times a scale for each tensor, output channel, or block of `block` outputs and
+    inputs. `weight_scale_inv` of FP8 in blocks is a factor too, despite its name.
+    """
 
     optional: tuple[str, ...] = ("weight_zero_point",)
 
@@ -139,7 +140,8 @@ def _group_index(groups: Tensor | None, size: int, count: int) -> Tensor:
 
 def _spread(scale: Tensor, shape: torch.Size, block: tuple[int, int] | None) -> Tensor:
     """A scale for all, for each output [out, 1], or for each block [blocks, blocks], as wide as a weight. The last
-    blocks may be smaller."""
+    blocks may be smaller.
+    """
     if scale.numel() == 1:
         return scale.reshape(1, 1)
     if scale.dim() == 1:
@@ -151,7 +153,7 @@ def _spread(scale: Tensor, shape: torch.Size, block: tuple[int, int] | None) -> 
 
 
 def scheme_of(raw: RawConfig) -> Scheme | None:
-    """None for weights that are not quantised. Raises `CheckpointError` naming what is not supported."""
+    """None for unquantised weights. Raises `CheckpointError`."""
     found = quantization_of(raw)
     return None if found is None else _SCHEMES[found.form](found)
 
@@ -179,7 +181,7 @@ class QuantizedWeights:
         self._waiting: dict[str, dict[str, Tensor]] = {}
 
     def name(self, stored: str) -> str | None:
-        """The weight of which a stored tensor is a part, or its own name. None: ignored."""
+        """The weight that a stored tensor belongs to, or its own name. None: ignored."""
         stem, _, part = stored.rpartition(".")
         if part in _IGNORED:
             return None

@@ -1,5 +1,6 @@
 """The tensors of a checkpoint directory, by the model's names: those that transformers would load. Unused ones are
-logged."""
+logged.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ _Config = TypeVar("_Config", bound=ModelConfig)
 
 def weight_files(path: str | Path) -> list[Path]:
     """Sorted by name. As in transformers, a single file takes precedence over an index, which may be stale. Without
-    either, the GGUF file. Raises `CheckpointError`."""
+    either, the GGUF file. Raises `CheckpointError`.
+    """
     directory = Path(path)
     if not (directory / SINGLE).is_file() and (index := directory / INDEX).is_file():
         weight_map = read_json(index).get("weight_map")
@@ -76,7 +78,7 @@ def open_weights(file: Path) -> Any:
 
 
 def stored_tensors(path: str | Path) -> dict[str, Path]:
-    """The file of each tensor. Raises `CheckpointError` if two files have the same tensor."""
+    """The file of each tensor. Raises `CheckpointError` for a tensor in two files."""
     found: dict[str, Path] = {}
     for file in weight_files(path):
         with open_weights(file) as tensors:
@@ -101,7 +103,8 @@ class StoredTensors:
 
     def resolve_tying(self, config: _Config, dtype: torch.dtype) -> _Config:
         """As in transformers, a stored LM head that differs from the embedding in `dtype` is not tied. A tied matrix
-        stored only as the head is loaded as the embedding."""
+        stored only as the head is loaded as the embedding.
+        """
         if not config.tie_word_embeddings:
             return config
         stored = {name: stored for stored, name in self._names.items()}
@@ -131,7 +134,7 @@ class StoredTensors:
             )
 
     def name(self, stored: str) -> str:
-        """The model's name, also of a weight that is stored in parts."""
+        """The model's name, also of a weight stored in parts."""
         return self._names.get(stored) or self._rename(stored)
 
     def check_layers(self, num_layers: int) -> None:

@@ -20,7 +20,7 @@ def layer_index(name: str) -> int | None:
 
 
 def split_rows(name: str, tensor: Tensor, parts: Mapping[str, int]) -> Iterable[tuple[str, Tensor]]:
-    """Split a stored tensor into `parts` of so many rows. Raises `CheckpointError` if the rows do not add up."""
+    """Split a stored tensor into `parts`: numbers of rows. Raises `CheckpointError`."""
     rows = sum(parts.values())
     if tensor.dim() == 0 or len(tensor) != rows:
         raise CheckpointError(f"tensor {name} has shape {list(tensor.shape)}, expected {rows} rows")
@@ -28,8 +28,9 @@ def split_rows(name: str, tensor: Tensor, parts: Mapping[str, int]) -> Iterable[
 
 
 def split_experts(name: str, tensor: Tensor, num_experts: int, size: int) -> Iterable[tuple[str, Tensor]]:
-    """Each expert's weights in a stacked tensor: `gate_up_proj` [X, 2 I, E], gates first, or `down_proj` [X, E, I],
-    for experts of inner size I = `size`. Raises `CheckpointError` for another number of experts."""
+    """Each expert's weights in a stacked tensor: `gate_up_proj` [X, 2 I, E], gates first, or `down_proj` [X, E, I], for
+    experts of inner size I = `size`. Raises `CheckpointError`.
+    """
     owner, _, kind = name.rpartition(".")
     if tensor.dim() != 3 or len(tensor) != num_experts:
         raise CheckpointError(f"tensor {name} has shape {list(tensor.shape)}, expected {num_experts} experts")

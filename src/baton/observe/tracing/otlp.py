@@ -39,7 +39,7 @@ _MAX_ANSWER_BYTES = 1 << 16
 class OtlpSink:
     """Sends spans from a thread. If the collector does not answer, or is too slow, spans are dropped.
 
-    Raises `ConfigError` if the certificates cannot be read.
+    Raises `ConfigError`.
     """
 
     def __init__(self, settings: OtlpSettings) -> None:
@@ -87,7 +87,6 @@ class OtlpSink:
                 logger.warning("%d spans were dropped: the queue for %s was full", dropped, self._settings.endpoint)
 
     def _send(self, spans: list[Span]) -> None:
-        """Send one batch, with retries until the timeout."""
         body = _compressed(encode_request(spans, self._resource), self._settings)
         until, backoff = time.monotonic() + self._settings.timeout_s, 1.0
         while True:
@@ -110,7 +109,7 @@ class _Collector:
     """A connection to a collector, kept between batches. Used by one thread."""
 
     def __init__(self, settings: OtlpSettings) -> None:
-        """Raises `ConfigError` if certificates cannot be read."""
+        """Raises `ConfigError`."""
         parts = urllib.parse.urlsplit(settings.endpoint)
         assert parts.hostname is not None
         self._target = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))

@@ -22,7 +22,7 @@ _TIMEOUT_S, _DELAY_MS, _MAX_QUEUED, _MAX_BATCH = 10.0, 5000.0, 2048.0, 512.0
 def endpoint_is_set(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether OpenTelemetry's own variables configure a collector, and do not disable it.
 
-    Raises `ConfigError` for an exporter that the router lacks.
+    Raises `ConfigError`.
     """
     exporter = environment.get("OTEL_TRACES_EXPORTER", "").strip()
     if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true" or exporter == "none":
@@ -82,8 +82,7 @@ class OtlpSettings:
 
 
 def _endpoint(environment: Mapping[str, str]) -> str:
-    """The variable of traces is a whole URL, the general one is the base of `/v1/traces`. The default is
-    OpenTelemetry's."""
+    """The traces' variable is a whole URL, the general one the base of `/v1/traces`. The default is OpenTelemetry's."""
     if own := environment.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
         return _checked_url(own, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
     base = environment.get("OTEL_EXPORTER_OTLP_ENDPOINT") or "http://localhost:4318"
@@ -100,7 +99,6 @@ def _checked_url(url: str, name: str = "otlp_traces_endpoint") -> str:
 
 
 def _name_of(environment: Mapping[str, str], name: str) -> str:
-    """The variable of traces if it is set, else the general one."""
     own = f"OTEL_EXPORTER_OTLP_TRACES_{name}"
     return own if environment.get(own) else f"OTEL_EXPORTER_OTLP_{name}"
 
@@ -116,7 +114,6 @@ def _pairs(text: str) -> dict[str, str]:
 
 
 def _headers(environment: Mapping[str, str]) -> dict[str, str]:
-    """Raises `ConfigError` for what no HTTP header may contain."""
     found = _pairs(_of_traces(environment, "HEADERS"))
     for name, value in found.items():
         if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
@@ -125,7 +122,6 @@ def _headers(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _number(environment: Mapping[str, str], name: str, default: float, least: float = 0.0) -> float:
-    """Raises `ConfigError` unless it is a positive number of at least `least`."""
     text = environment.get(name, "")
     try:
         number = float(text) if text else default

@@ -13,10 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 class PerfettoFile:
-    """Writes spans to a file as they end. Router and engines are shown as processes, and each request is a thread in
+    """Writes spans to a file as they end. Router and engines are shown as processes, and each request as a thread in
     each, so both sides of a handoff have one clock.
 
-    Raises `ConfigError` if the file cannot be created. A later failure is logged, and ends the writing.
+    Raises `ConfigError`. A later failure is logged, and ends the writing.
     """
 
     def __init__(self, path: str) -> None:

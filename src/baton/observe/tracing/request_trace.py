@@ -57,7 +57,7 @@ class RequestTrace:
     attempts: int = 0
     _legs: dict[str, LegTrace] = field(default_factory=dict)
     _recovery: Span | None = None
-    _scheduled: float | None = None  # when an engine first began the prompt
+    _scheduled: float | None = None  # when an engine first computed the prompt
     _now: Callable[[], float] = time.monotonic
 
     @classmethod
@@ -170,7 +170,6 @@ class RequestTrace:
             self.root.attributes["gen_ai.latency.time_in_queue"] = told.started
 
     def _chunks(self, leg: LegTrace, prefill: Span, told: LegTimings, sampled: float) -> None:
-        """The forwards of a prompt computed in several."""
         if told.chunks:
             prefill.attributes["baton.num_chunks"] = len(told.chunks)
         begins = [min(leg.began + since, sampled) for since, _ in told.chunks]

@@ -13,12 +13,12 @@ _IDS = random.Random()
 
 
 def new_trace_id() -> int:
-    """128 random bits, which are not all zero."""
+    """Not all zero."""
     return _IDS.getrandbits(128) | 1
 
 
 def new_span_id() -> int:
-    """64 random bits, which are not all zero."""
+    """Not all zero."""
     return _IDS.getrandbits(64) | 1
 
 

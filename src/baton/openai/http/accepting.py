@@ -100,7 +100,7 @@ class Acceptor:
             raise
 
     def _has_room(self) -> bool:
-        """Whether another connection fits, if necessary after closing an idle one."""
+        """Whether another connection fits, perhaps after closing an idle one."""
         connections = self._server.connections
         # Without TLS, opening connections would be counted twice.
         num_opening = 0 if self._tls is None else len(self._opening)

@@ -13,7 +13,7 @@ from aiohttp import web
 from baton.errors import ConfigError, InvalidApiKeyError
 from baton.openai.http.caller import CALLER, REQUEST_ID, request_id_of
 
-# As in vLLM, other paths need no API key.
+# Other paths need no API key, as in vLLM.
 _GUARDED = ("/v1/", "/tokenize", "/detokenize")
 
 
@@ -33,7 +33,7 @@ class Access:
     ssl_cert_reqs: int = 0
 
     def tls(self) -> ssl.SSLContext | None:
-        """None for plain HTTP. Raises `ConfigError` for a missing or bad setting."""
+        """None for plain HTTP. Raises `ConfigError`."""
         if self.ssl_certfile is None:
             for field in ("ssl_keyfile", "ssl_ca_certs"):
                 if getattr(self, field) is not None:
@@ -56,13 +56,11 @@ class Access:
         return context
 
     def origin_of(self, request: web.Request) -> str | None:
-        """The web page's origin, if allowed."""
         origin = request.headers.get("Origin")
         allowed = origin is not None and not {origin, "*"}.isdisjoint(self.allowed_origins)
         return origin if allowed else None
 
     def preflight(self, request: web.Request) -> web.Response | None:
-        """None unless the request is a CORS preflight."""
         method = request.headers.get("Access-Control-Request-Method")
         if request.method != "OPTIONS" or method is None or self.origin_of(request) is None:
             return None
@@ -85,7 +83,7 @@ OPEN = Access()
 
 
 class ApiKeys:
-    """A client must have one of these, if there are any. Raises `ConfigError` for an empty key."""
+    """A client must have one of these, if any. Raises `ConfigError` for an empty key."""
 
     def __init__(self, keys: Sequence[str] = ()) -> None:
         if not all(key.strip() for key in keys):
@@ -104,7 +102,7 @@ class ApiKeys:
         scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
         given = [bearer] if scheme.lower() == "bearer" else []
         given.append(request.headers.get("X-Api-Key", ""))
-        # Compare all keys, so that timing reveals nothing.
+        # Compare all keys: timing must reveal nothing.
         known = [hmac.compare_digest(_digest(key.strip()), digest) for key in given for digest in self._digests]
         return 1 + known.index(True) % len(self._digests) if any(known) else None
 

@@ -36,7 +36,7 @@ _ADDRESS = re.compile(
     re.VERBOSE,
 )
 
-# Codes by which routers recognise an engine that may hang, and one that shuts down.
+# Codes that tell routers of an engine that may hang, or that shuts down.
 ENGINE_STALLED, DRAINING = "engine_stalled", "draining"
 
 # Reasons in an error chunk: the engine cannot serve now.
@@ -82,7 +82,7 @@ _STATUS_BY_ERROR: tuple[tuple[type[BatonError], int, str], ...] = (
 
 
 def to_api_error(error: BaseException) -> ApiError:
-    """Converts any exception. Those that are not Baton's are logged, and their details hidden."""
+    """Logs exceptions that are not Baton's, and hides their details."""
     text, param = str(error), None
     if isinstance(error, RequestError):
         param = error.param

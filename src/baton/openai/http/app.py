@@ -46,7 +46,7 @@ class Drain:
         self.begun = True
 
     def end(self) -> None:
-        """Cancelled handlers still answer their clients."""
+        """Cancelled handlers still send their clients an error."""
         self.begun = self.ended = True
         for task in self.tasks:
             task.cancel()
@@ -81,10 +81,7 @@ def new_app(
     access: Access = OPEN,
     families: Callable[[], Awaitable[Iterable[Metric]]] | None = None,
 ) -> web.Application:
-    """Errors have OpenAI's or Anthropic's shape.
-
-    `families`: the content of `/metrics`; None: `metrics`. Raises `ConfigError` for an empty key or bad certificates.
-    """
+    """`families`: the content of `/metrics`; None: `metrics`. Raises `ConfigError`."""
     drain, limits, keys = Drain(), limits or HttpLimits(), ApiKeys(access.api_keys)
 
     @web.middleware
@@ -184,7 +181,7 @@ async def send_answer(
 
 
 def _error_reply(request: web.Request, error: ApiError) -> web.Response:
-    """An error in the shape of the requested API. The rest of an unread body is dropped."""
+    """Drops the rest of an unread body."""
     response = error_response(error, error_body(error) if request.path.startswith(MESSAGES) else None)
     if not request.content.is_eof() and isinstance(request.protocol, ClientConnection):
         response.force_close()

@@ -1,4 +1,4 @@
-"""Who sent a request, for log lines and for the router's choice of engines."""
+"""The sender of a request, for log lines and the router's choice of engines."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Caller:
 
     @property
     def tenant(self) -> str:
-        """With API keys each key is a tenant; else a header names it, which a proxy must set or strip."""
+        """With API keys each key is a tenant; else a header, which a proxy must set or strip, names it."""
         return self.claimed if self.key is None else f"key-{self.key}"
 
     def fields(self) -> dict[str, object]:
@@ -67,12 +67,11 @@ def request_id_of(headers: _Headers) -> str:
 
 
 def session_of(caller: Caller | None) -> str | None:
-    """The client's session, or else its end user."""
     return None if caller is None else caller.session or caller.user
 
 
 def note_standing(caller: Caller, headers: _Headers) -> None:
-    """Raises `RequestError` for a header that is no number."""
+    """Raises `RequestError`."""
     priority, within_ms = _number(headers, PRIORITY), _number(headers, TTFT_SLO_MS)
     if within_ms is not None and not 0.0 < within_ms <= MAX_WAITED_S:
         raise RequestError(f"the header {TTFT_SLO_MS} must be above 0, got {within_ms:g}", TTFT_SLO_MS)
@@ -103,7 +102,6 @@ def _number(headers: _Headers, name: str) -> float | None:
 
 
 def session_in(headers: _Headers) -> str | None:
-    """None if `X-Session-Id` is missing or too long."""
     asked = headers.get(SESSION_ID, "")
     return asked if 0 < len(asked) <= _MAX_TEXT_CHARS else None
 

@@ -45,7 +45,7 @@ class WriteBacklog:
 
 
 class Sending(Protocol):
-    """asyncio's transport, or the one below TLS."""
+    """asyncio's transport, below TLS if any."""
 
     def get_write_buffer_size(self) -> int: ...
     def abort(self) -> None: ...
@@ -89,7 +89,7 @@ class ClientConnection(web.RequestHandler):
         self._head_timer = self._loop.call_later(self._limits.head_s, self._head_is_late)
 
     async def send(self, writer: StreamWriter, data: bytes) -> None:
-        """Does not wait. Raises `ConnectionResetError` if the client is gone or cut off."""
+        """Does not wait. Raises `ConnectionResetError`."""
         before = self.num_unread()
         if before > self._limits.stream_bytes:
             self.cut_off()
@@ -133,7 +133,7 @@ class ClientConnection(web.RequestHandler):
         self._unread.has_read(self)
 
     def discard(self) -> None:
-        """Drop later data unparsed: the connection ends after this response."""
+        """Drop later data unparsed, since the connection ends after this response."""
         self._discards = True
 
     def data_received(self, data: bytes) -> None:
@@ -183,11 +183,11 @@ class ClientConnection(web.RequestHandler):
         return self._waiter is not None and not self._waiter.done()
 
     def is_closing(self) -> bool:
-        """Only the client's part of a TLS closure is missing."""
+        """Closing, except for the client's part of a TLS closure."""
         return self._open is not None and self._open.is_closing() and not self.num_unread()
 
     def leave(self) -> None:
-        """TLS would wait for the client's part of the closure."""
+        """Close without waiting for the client's part of a TLS closure."""
         self.force_close()
         if self._sending is not None and not self.num_unread():
             self._sending.abort()

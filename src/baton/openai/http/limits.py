@@ -41,7 +41,7 @@ class HttpLimits:
 
 
 class Bodies:
-    """Reads request bodies, and counts those in memory."""
+    """Reads request bodies, and counts the bytes in memory."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self._limits = limits
@@ -51,8 +51,8 @@ class Bodies:
     async def read(self, request: web.Request) -> AsyncIterator[bytes]:
         """The body counts until the context ends.
 
-        Raises `HTTPRequestTimeout`, `HTTPRequestEntityTooLarge`, `RequestError` if it contradicts Transfer-Encoding or
-        has too many brackets, `HTTPUnsupportedMediaType` if it is compressed, and `OverloadedError` if all bodies
+        Raises `HTTPRequestTimeout`, `HTTPRequestEntityTooLarge`, `HTTPUnsupportedMediaType` (compressed),
+        `RequestError` (it contradicts Transfer-Encoding, or has too many brackets), and `OverloadedError` if all bodies
         exceed `HttpLimits.bodies_bytes`.
         """
         # A compressed body may expand a thousandfold.

@@ -1,4 +1,4 @@
-"""Lines of a streamed response, in batches: all that have arrived."""
+"""Lines of a streamed response, in batches of all that have arrived."""
 
 from __future__ import annotations
 

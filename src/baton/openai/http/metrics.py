@@ -91,8 +91,9 @@ class ModelMetrics:
 
 
 class FrontMetrics:
-    """Metrics in a registry of their own, so that two apps in one process do not mix. `running`: the number of running
-    sequences."""
+    """Metrics in a separate registry, so that two apps in one process do not mix. `running`: the number of running
+    sequences.
+    """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -165,11 +166,11 @@ class RowCollector(Collector):
         self._rows = rows
 
     def describe(self) -> Iterator[Metric]:
-        """Names are not known at registration."""
+        """None: names are not known at registration."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """Rows with one name need the same label names."""
+        """Rows with one name must have the same label names."""
         families: dict[str, CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily] = {}
         for name, kind, text, labels, value in self._rows():
             if name not in families:

@@ -1,4 +1,4 @@
-"""Listen, serve and shut down. At shutdown running requests may complete; the rest get an error."""
+"""Listens, serves and shuts down. At shutdown running requests may complete; the rest get an error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SAME_SIGNAL_S = 1.0
 
 def bind(host: str, port: int, shared: bool = False) -> socket.socket:
     """Port 0: a free one. `shared`: other processes of this user may listen there too. Raises `ConfigError` for `host`
-    if it is not an address here, else for `port`.
+    or `port`.
 
     Call it before loading anything slow.
     """
@@ -108,8 +108,8 @@ async def serve(
     """Serve `app` until SIGINT, SIGTERM or `stop`.
 
     After SIGTERM new requests are refused, and running ones may complete within `shutdown_timeout_s`, or until a second
-    SIGTERM at least `_SAME_SIGNAL_S` later. Requests that still run then, or at SIGINT or `stop`, end with an error.
-    After that SIGTERM is ignored: cleanup, such as ending children, takes seconds.
+    SIGTERM at least `_SAME_SIGNAL_S` later. Those that still run then, or at SIGINT or `stop`, end with an error. After
+    that SIGTERM is ignored: cleanup, such as ending children, takes seconds.
     """
     _raise_file_limit()
     asked, ended = asyncio.Event(), stop or asyncio.Event()
@@ -127,7 +127,7 @@ async def serve(
 def sigterm_handler(
     asked: asyncio.Event, ended: asyncio.Event, clock: Callable[[], float] = time.monotonic
 ) -> Callable[[], None]:
-    """The first SIGTERM sets `asked`; another that is no echo of it sets `ended`."""
+    """The first SIGTERM sets `asked`; a later one sets `ended`, unless it comes within `_SAME_SIGNAL_S`."""
     first: list[float] = []
 
     def terminate() -> None:
@@ -173,7 +173,7 @@ async def _first(*many: Coroutine[Any, Any, object]) -> None:
 
 
 def _raise_file_limit() -> None:
-    """Each request has connections of its own."""
+    """Each request has its own connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         if soft != hard:

@@ -18,7 +18,7 @@ from baton.openai.http.limits import HttpLimits
 
 
 async def connect(client: socket.socket, connection: ClientConnection, tls: ssl.SSLContext, limits: HttpLimits) -> None:
-    """Returns after the handshake. Raises `OSError` if it fails or takes `HttpLimits.head_s`."""
+    """Returns after the handshake. Raises `OSError`, also after `HttpLimits.head_s`."""
     loop = asyncio.get_running_loop()
     done = loop.create_future()
     times: dict[str, Any] = {"ssl_handshake_timeout": limits.head_s}
@@ -35,7 +35,7 @@ async def connect(client: socket.socket, connection: ClientConnection, tls: ssl.
 
 
 class _Protocol(SSLProtocol):
-    """Above the socket's transport."""
+    """asyncio's TLS, over the socket's transport."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._below = cast(asyncio.Transport, transport)
@@ -52,7 +52,6 @@ class _Protocol(SSLProtocol):
         return plain + self._below.get_write_buffer_size()
 
     def get_write_buffer_size(self) -> int:
-        """Bytes that the client has not read."""
         return self._get_write_buffer_size()
 
     def abort(self) -> None:

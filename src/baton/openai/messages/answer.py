@@ -36,7 +36,7 @@ class MessagePlan:
 
 
 def make_message_plan(body: bytes, model: ServedModel, parsing: Parsing = NO_PARSING) -> MessagePlan:
-    """Raises `RequestError` for unsupported fields, `UnknownModelError` for another model."""
+    """Raises `RequestError`, `UnknownModelError`."""
     request = read_request(body)
     model = check_model(request.model, model)
     try:
@@ -105,7 +105,7 @@ class MessageAnswer:
         return {"stop_reason": reason, "stop_sequence": sequence}
 
     def _usage(self) -> Json:
-        """Anthropic's usage: `input_tokens` excludes cached tokens."""
+        """As in Anthropic's API, `input_tokens` excludes cached tokens."""
         cached = self._output.num_cached_tokens
         return {
             "input_tokens": len(self._asked.plan.prompts[0]) - cached,

@@ -1,4 +1,4 @@
-"""From `system` and `messages` of a request to chat messages."""
+"""Turns `system` and `messages` of a request into chat messages."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _system(content: str | list[Block], field: str) -> str:
 
 
 def _add_user(messages: list[ChatMessage], blocks: list[Block], calls: set[str], field: str) -> None:
-    """Tool results come first, as messages of their own."""
+    """Puts tool results first, as separate messages."""
     parts: list[ContentPart] = []
     for index, block in enumerate(blocks):
         here = f"{field}[{index}]"

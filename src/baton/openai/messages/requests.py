@@ -103,7 +103,7 @@ def read_request(body: bytes) -> MessagesRequest:
 
 
 def read_count(body: bytes) -> CountTokensRequest:
-    """Clients send the same body to both: fields of messages alone are ignored. Raises `RequestError`."""
+    """Ignores fields of messages alone, since clients send one body to both. Raises `RequestError`."""
     return decode_body(body, CountTokensRequest, served=_SERVED, also=REFUSED)
 
 
@@ -133,7 +133,7 @@ def to_chat(request: CountTokensRequest, model: ServedModel) -> ChatRequest:
 
 
 def rename_field(error: RequestError) -> RequestError:
-    """Rename the chat's field in a refusal to the message's field."""
+    """Name the message's field in a refusal of a chat's field."""
     text, param = str(error), error.param
     if param is None:
         return error

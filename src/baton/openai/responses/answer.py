@@ -35,7 +35,7 @@ class ResponsePlan:
 
 
 def make_response_plan(body: bytes, model: ServedModel, parsing: Parsing = NO_PARSING) -> ResponsePlan:
-    """Raises `RequestError` for unsupported fields, `UnknownModelError` for another model."""
+    """Raises `RequestError`, `UnknownModelError`."""
     request = read_request(body)
     try:
         plan = plan_chat(check_request(to_chat(request)), model, parsing)
@@ -50,7 +50,7 @@ async def respond(service: OpenAIService, asked: ResponsePlan) -> bytes | AsyncG
 
 
 class ResponseAnswer:
-    """A `ChatAnswer`: a response, whose streamed events are numbered."""
+    """A `ChatAnswer` whose streamed events are numbered."""
 
     def __init__(self, asked: ResponsePlan, output: ChoiceOutput) -> None:
         self._asked, self._output = asked, output

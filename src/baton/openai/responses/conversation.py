@@ -1,4 +1,4 @@
-"""From the `input` of a request to chat messages."""
+"""Turns the `input` of a request into chat messages."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ class InputItem(msgspec.Struct, kw_only=True):
 
 
 def messages_of(instructions: str | None, given: str | list[InputItem]) -> list[ChatMessage]:
-    """Successive reasoning, text and calls of the assistant become one message. Raises `RequestError` with the item's
-    name."""
+    """Joins successive reasoning, text and calls of the assistant into one message. Raises `RequestError` with the
+    item's name.
+    """
     messages = [] if instructions is None else [ChatMessage(role="system", content=instructions)]
     if isinstance(given, str):
         return [*messages, ChatMessage(role="user", content=given)]
@@ -96,13 +97,13 @@ def _assistant(messages: list[ChatMessage], begins: Callable[[ChatMessage], bool
 
 
 def _text(content: str | list[ContentPart] | None, field: str) -> str:
-    """The parts of a model's answer form one text."""
+    """One text, of all parts of a model's answer."""
     parts = _parts(content, field)
     return parts if isinstance(parts, str) else "".join(part.text or "" for part in parts)
 
 
 def _parts(content: str | list[ContentPart] | None, field: str) -> str | list[ContentPart]:
-    """Content of other roles. The chat template's format decides how parts are shown, as in chats."""
+    """Of other roles; the chat template's format decides how they are shown, as in chats."""
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:

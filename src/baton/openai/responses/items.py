@@ -32,7 +32,7 @@ class Items:
         self._arguments = ""
 
     def push(self, delta: Delta, parsed: bool) -> Iterator[Json]:
-        """Events of the parser's findings, or else of the delta's text."""
+        """Events of the parser, else of the delta's text."""
         found: list[ParsedEvent] = delta.events if parsed else [Content(delta.text)]
         for event in found:
             if isinstance(event, Content | Reasoning):

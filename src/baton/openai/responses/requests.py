@@ -85,7 +85,6 @@ REFUSED = {
     "access_programs": Refused("is not supported", ()),
     "enable_response_messages": Refused("is not supported: the answer does not hold it", (False,)),
 }
-# Fields with the same name in a chat.
 _AS_ASKED = _SERVED & {*ChatRequest.__struct_fields__} - {"tools", "tool_choice"}
 _NAMES = {
     "max_completion_tokens": "max_output_tokens",
@@ -124,7 +123,7 @@ def to_chat(request: ResponsesRequest) -> ChatRequest:
 
 
 def rename_field(error: RequestError) -> RequestError:
-    """Rename the chat's field in a refusal to the response's field."""
+    """Name the response's field in a refusal of a chat's field."""
     name = _NAMES.get(error.param or "")
     if name is None:
         return error

@@ -107,7 +107,7 @@ def custom_arguments(text: str) -> str:
 
 
 def custom_input(arguments: str) -> str:
-    """Arguments in another form are the input itself."""
+    """The tool's input; arguments in another form are the input itself."""
     try:
         found = json.loads(arguments)
         text = found.get(_INPUT) if isinstance(found, dict) else None

@@ -1,7 +1,7 @@
-"""Waiting requests, in the order in which they may run.
+"""Waiting requests in scheduling order.
 
-The best priority first. In it, the tenant that has had the fewest tokens for its weight (virtual token counters: Y.
-Sheng et al., Fairness in Serving Large Language Models, OSDI 2024). Of a tenant's requests, the earliest deadline.
+The best priority comes first; in it, the tenant with the fewest tokens for its weight (virtual token counters: Y. Sheng
+et al., Fairness in Serving Large Language Models, OSDI 2024); of a tenant's requests, the earliest deadline.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton.router.admission.tenants import ANY, Standing, Tenant, tenant_of
 from baton.waiting import QueueSpeed
 
 T = TypeVar("T")
-# Tenants remembered after their last request: names may come from clients.
+# Tenants remembered after their last request, since names may come from clients.
 _REMEMBERED = 1024
 
 
@@ -38,20 +38,20 @@ class _State(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """An item must be hashable."""
+    """Items must be hashable."""
 
     def __init__(self, tenants: Mapping[str, Tenant]) -> None:
         self._tenants = tenants
         self._states: dict[str, _State[T]] = {}
         self._entries: dict[T, tuple[Standing, tuple[int, float, int, T]]] = {}
         self._num_pushed = 0
-        self._level = 0.0  # virtual time: the level of the tenant that was last to wait
+        self._level = 0.0  # virtual time: the level of the last tenant that waited
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def push(self, item: T, standing: Standing) -> None:
-        """A tenant that did not wait before gets no credit for that time."""
+        """A tenant gets no credit for the time when it did not wait."""
         state = self._state(standing.tenant)
         if not state.waiting:
             others = [other.served for other in self._states.values() if other.waiting]
@@ -85,12 +85,11 @@ class FairQueue(Generic[T]):
         return min(ready, key=lambda state: (state.waiting[0][0], state.served, state.waiting[0][1:3]), default=None)
 
     def remove(self, item: T) -> None:
-        """The item still waits."""
+        """Remove an item that still waits."""
         standing, entry = self._entries.pop(item)
         self._states[standing.tenant].waiting.remove(entry)
 
     def charge(self, name: str, num_tokens: int) -> None:
-        """Charge tokens to a tenant."""
         state = self._state(name)
         state.num_tokens += num_tokens
         state.served += num_tokens / state.tenant.weight
@@ -105,7 +104,7 @@ class FairQueue(Generic[T]):
             del self._states[other]
 
     def check(self, name: str, now: float) -> None:
-        """Raises `OverloadedError` if more of this tenant's items wait than may."""
+        """Raises `OverloadedError`."""
         state = self._state(name)
         most, num_waiting = state.tenant.max_queued, len(state.waiting)
         if most is not None and num_waiting > most:

@@ -15,7 +15,7 @@ from baton.wire import UNHURRIED_S, GenerateRequest
 if TYPE_CHECKING:
     from baton.openai.http.caller import Caller
 
-# The entry of `tenants` for all tenants without one of their own.
+# The entry of `tenants` for all others.
 ANY = "*"
 
 
@@ -33,7 +33,6 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     priority: int = 0
 
     def check(self, name: str) -> None:
-        """Raises `ConfigError` for a value that is out of range."""
         if not 0.0 < self.weight < math.inf:
             raise ConfigError("policy_config", f"tenants.{name}.weight must be above 0, got {self.weight}")
         for field in ("max_running", "max_queued"):

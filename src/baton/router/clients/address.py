@@ -1,4 +1,6 @@
-"""Engine URLs. The suffix `#dp_rank=N` names a data-parallel rank of a vLLM or SGLang server, an engine of its own."""
+"""Engine URLs. The suffix `#dp_rank=N` names a data-parallel rank of a vLLM or SGLang server, which counts as its own
+engine.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ _RANK = re.compile(r"dp_rank=(0|[1-9][0-9]{0,3})")
 
 
 def checked_url(url: str) -> str:
-    """Return `url` in canonical form. Raises `RequestError` if it is not a base URL."""
+    """`url` in canonical form. Raises `RequestError` if it is not a base URL."""
     parts = split_http_url(url)
     has_other_fragment = parts is not None and parts.fragment and not _RANK.fullmatch(parts.fragment)
     if parts is None or has_other_fragment or parts.query or parts.path not in ("", "/") or "@" in parts.netloc:

@@ -38,7 +38,7 @@ _MAX_ASK_BYTES = 2**20
 _MAX_METRICS_BYTES = 2**24
 _PIECE_BYTES = 2**16
 _CHUNKS = msgspec.json.Decoder(TokenChunk)
-# Connecting fails with these while this process has no descriptor, port or memory left.
+# Errors of connecting while this process has no descriptor, port or memory left.
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL)
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ def new_session() -> aiohttp.ClientSession:
 
 
 class EngineClient(ABC):
-    """Raises `RequestError` if the URL names a data-parallel rank, but not `has_ranks`."""
+    """Raises `RequestError` for the URL of a data-parallel rank, unless `has_ranks`."""
 
     has_ranks: ClassVar[bool] = False
 
@@ -78,14 +78,15 @@ class EngineClient(ABC):
     async def info(self) -> EngineInfo:
         """Raises `EngineLostError` if the engine does not answer or reports a stall, `EngineUnavailableError` if it
         cannot be reached, `ShortageError` if it could not be asked, `ProtocolError` if it is not an engine of this
-        kind."""
+        kind.
+        """
 
     @abstractmethod
     async def load(self) -> EngineLoad:
-        """The engine's load now. Raises `EngineUnavailableError` or `ProtocolError`."""
+        """Raises `EngineUnavailableError` or `ProtocolError`."""
 
     async def metrics_text(self) -> str:
-        """Raises `EngineUnavailableError`, or `ProtocolError` for text that is not UTF-8."""
+        """Raises `EngineUnavailableError`, `ProtocolError`."""
         try:
             return (await self._get("/metrics", _MAX_METRICS_BYTES)).decode()
         except UnicodeDecodeError:
@@ -95,16 +96,17 @@ class EngineClient(ABC):
     def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """Closing the generator closes the connection, which aborts the request.
 
-        Raises `RequestError` (refused for good), `EngineUnavailableError` (the engine cannot be reached, or refuses
-        this attempt), `EngineLostError` (it may have taken it and was lost) or `ProtocolError`.
+        Raises `RequestError` (refused for good), `EngineUnavailableError` (not reached, or this attempt is refused),
+        `EngineLostError` (the engine may have taken the request and was lost) or `ProtocolError`.
         """
 
     @contextlib.asynccontextmanager
     async def _answer(
         self, path: str, body: Sequence[bytes], timeout: aiohttp.ClientTimeout, line_bytes: int
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """POST, with the current trace's headers, and yield a response with status 200. Raises the errors of
-        `generate`."""
+        """POST with the current trace's headers, and yield a response with status 200. Raises the errors of
+        `generate`.
+        """
         trace = TRACE.get()
         size = sum(map(len, body))
         headers = {"Content-Type": "application/json", "Content-Length": str(size), **self._headers}
@@ -112,7 +114,7 @@ class EngineClient(ABC):
         with convert_errors(f"engine {self.url}", EngineUnavailableError):
             async with self._session.post(
                 self._base + path,
-                data=_pieces(body) if size > _PIECE_BYTES else b"".join(body),  # small: one packet with the headers
+                data=_pieces(body) if size > _PIECE_BYTES else b"".join(body),  # one packet with the headers
                 headers=headers,
                 timeout=timeout,
                 allow_redirects=False,
@@ -179,7 +181,7 @@ def _scores_bytes(request: GenerateRequest) -> int:
 
 
 def _leg_body(request: GenerateRequest) -> list[bytes]:
-    """JSON in parts. The prompt's part is shared by all legs of all samples."""
+    """JSON in parts. All legs of all samples share the prompt's part."""
     prompt = request.prompt_token_ids
     if not isinstance(prompt, PromptIds):
         return [msgspec.json.encode(request)]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _MAX_BODY_BYTES = 16 * 2**20
 _EVENT, _DONE = b"data:", b"[DONE]"
-# A reason, as the plug-in writes it: before a colon or at the end.
+# A reason in the plug-in's text: before a colon or at the end.
 _NAMED = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b(?=:|$)")
 RANK_FIELD = "routed_dp_rank"
 
@@ -97,7 +97,7 @@ class SglangClient(EngineClient):
         return engine.client
 
     async def info(self) -> EngineInfo:
-        """Asks the server each time: it may have restarted."""
+        """Asks the server each time, since it may have restarted."""
         asked = time.monotonic()
         found = decode_answer(
             await self._get("/server_info", _MAX_BODY_BYTES), _ServerInfo, f"{self.url} is not an SGLang server"
@@ -131,7 +131,7 @@ class SglangClient(EngineClient):
         )
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        """Not supported: a server with the plug-in needs a ticket."""
+        """Without a ticket, which the plug-in refuses."""
         return self.leg(request, {})
 
     async def leg(
@@ -139,7 +139,7 @@ class SglangClient(EngineClient):
     ) -> AsyncGenerator[TokenChunk, None]:
         """`handoff`: fields of the body. `first_only`: one token.
 
-        Raises the errors of `EngineClient.generate`, and `HandoffError` if a healthy server has ended the request.
+        Raises the errors of `EngineClient.generate`, and `HandoffError` if a healthy server ended it.
         """
         params, sent = request.sampling_params, 0
         left = params.max_tokens - request.num_known
@@ -204,8 +204,9 @@ def generate_body(request: GenerateRequest, left: int) -> dict[str, Any]:
 
 
 def to_token_chunk(request: GenerateRequest, event: _Event, num_sent: int) -> TokenChunk:
-    """Convert an event that comes after `num_sent` tokens of its leg. Raises `HandoffError` if the server ended the
-    request, `ProtocolError` for an event that is no continuation."""
+    """Convert an event that follows `num_sent` tokens of its leg. Raises `HandoffError` if the server ended the
+    request, `ProtocolError` for an event that is no continuation.
+    """
     if event.error is not None:
         raise _failure(str(event.error.get("message")))
     meta = event.meta_info or _Meta()
@@ -239,7 +240,7 @@ def _timings(meta: _Meta) -> LegTimings | None:
 
 
 def _failure(message: str) -> HandoffError:
-    """Baton's plug-in puts its reason into SGLang's text."""
+    """Finds Baton's reason in SGLang's text, where the plug-in puts it."""
     named = (word for word in _NAMED.findall(message) if word in REASONS)
     return HandoffError(next(named, "engine_error"), message)
 

@@ -106,7 +106,7 @@ def render_bodies(model: str, max_model_len: int) -> tuple[dict[str, Any], dict[
 
 
 def rendered_defaults(left: bytes, asked: bytes, max_model_len: int) -> SamplingDefaults:
-    """A server's defaults, from its answers to `render_bodies`. Raises what msgspec raises."""
+    """A server's defaults, from its answers to `render_bodies`. Raises msgspec's errors."""
     ours, theirs = (msgspec.json.decode(body, type=list[_Rendered])[0].sampling_params for body in (left, asked))
     room = max_model_len - 1
     neutral = _RenderedParams()
@@ -145,8 +145,9 @@ def to_chunk(request: GenerateRequest, choice: Choice, position: int) -> TokenCh
 
 
 def with_metrics(request: GenerateRequest, last: TokenChunk, metrics: Any, is_padded: bool = False) -> TokenChunk:
-    """A leg's last chunk with the server's `metrics`, unless they cannot be read. `is_padded`: vLLM padded the first
-    step with placeholders, and counts it as a verification."""
+    """A leg's last chunk with the server's `metrics`, if they can be read. `is_padded`: vLLM padded the first step with
+    placeholders, and counts it as a verification.
+    """
     try:
         found = msgspec.convert(metrics, _Metrics)
     except msgspec.ValidationError:
@@ -164,9 +165,9 @@ def with_metrics(request: GenerateRequest, last: TokenChunk, metrics: Any, is_pa
 
 
 def can_resume(params: SamplingParams) -> bool:
-    """Whether vLLM can continue after output tokens in its prompt as after generated ones. Not with presence or
-    frequency penalties or bad words, which see generated tokens only, nor with structured outputs, whose grammar starts
-    again."""
+    """Whether vLLM can continue after output tokens in its prompt as after generated ones. Presence and frequency
+    penalties and bad words see generated tokens only, and the grammar of structured outputs starts again.
+    """
     counts = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
     return not counts and not params.bad_words and params.structured_outputs is None
 

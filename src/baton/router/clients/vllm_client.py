@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from baton.router.pooled_engine import PooledEngine
 
 _MAX_BODY_BYTES = 16 * 2**20
-# Lifetime of a clock reading: clocks drift by less than 0.1 s in it.
+# Lifetime of a clock reading: clocks drift by less than 0.1 s within it.
 _CLOCK_S = 600.0
 # No vLLM server restarts within this time.
 _UNSEEN_S = 3.0
@@ -66,7 +66,7 @@ class VllmClient(EngineClient):
 
     @property
     def root(self) -> str | None:
-        """The checkpoint, as the server last named it."""
+        """The checkpoint that the server last named."""
         return None if self._model is None else self._model.root
 
     @staticmethod
@@ -85,7 +85,7 @@ class VllmClient(EngineClient):
             raise
         self._seen = asked
         if time.monotonic() - self._read >= _CLOCK_S:
-            with contextlib.suppress(BatonError):  # a busy server; the next check asks again
+            with contextlib.suppress(BatonError):  # the server is busy; the next check asks again
                 info = await self._ask_identity(self._ask_timeout)
         return msgspec.structs.replace(info, clock=info.clock + time.monotonic() - self._read)
 
@@ -125,7 +125,6 @@ class VllmClient(EngineClient):
         return self._info
 
     async def load(self) -> EngineLoad:
-        """From vLLM's metrics."""
         found = await self.metrics()
         return EngineLoad(
             num_running=int(sum(found.get("vllm:num_requests_running", ()))),
@@ -156,7 +155,7 @@ class VllmClient(EngineClient):
     async def tell(self, kv_transfer_params: dict[str, object], adapter: str | None = None) -> Completion:
         """Send a completion request of one token to the model or an adapter.
 
-        Raises `EngineUnavailableError`, `EngineLostError` if the server does not answer, `ProtocolError`.
+        Raises `EngineUnavailableError`, `ProtocolError`.
         """
         if self._model is None:
             await self.info()
@@ -167,10 +166,10 @@ class VllmClient(EngineClient):
             return self._decode(await read_body(response, _MAX_BODY_BYTES), Completion)
 
     async def sampling_defaults(self) -> SamplingDefaults | None:
-        """The server's sampling defaults, from its `/v1/completions/render`; None if it does not answer there: vLLM
-        0.32 has that route only with `--enable-scale-out`.
+        """From the server's `/v1/completions/render`; None if it does not answer there: vLLM 0.32 has that route only
+        with `--enable-scale-out`.
 
-        Raises `EngineUnavailableError`, `EngineLostError` if it does not answer.
+        Raises `EngineUnavailableError`.
         """
         assert self._model is not None
         assert self._model.max_model_len is not None
@@ -207,10 +206,10 @@ class VllmClient(EngineClient):
         is_padded: bool = False,
     ) -> AsyncGenerator[TokenChunk, None]:
         """Yield the chunks of one leg; with `first_only`, one token. A chunk that ends the request waits for the event
-        with the metrics, which vLLM sends at once. A first token does not wait: what the metrics tell follows it in a
-        chunk without tokens. `is_padded`: see `with_metrics`.
+        with the metrics, which vLLM sends at once. A first token does not wait: its metrics follow in a chunk without
+        tokens. `is_padded`: see `with_metrics`.
 
-        Raises the errors of `EngineClient.generate`, and `HandoffError` if a healthy server has ended the request.
+        Raises the errors of `EngineClient.generate`, and `HandoffError` if a healthy server ended it.
         """
         name = await self._served(request)
         position = request.num_known

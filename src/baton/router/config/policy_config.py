@@ -23,7 +23,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     - `hand_back`: a prefill engine gets the KV of a prompt's beginning from the engine that holds it, if that has at
       least `min_hand_back_length` tokens more, and if computing them was not faster before. 0: even if it was.
     - `hand_back_limit_s`: how long a prefill engine waits for it at most, and for the first between two engines.
-    - `overload_num_waiting`, `overload_kv_usage`: an engine that reports at least so many waiting requests, or this
+    - `overload_num_waiting`, `overload_kv_usage`: an engine that reports at least this many waiting requests, or this
       share of its KV in use, gets no new requests. None: it always does.
     - `tenants`: by name; `*`: all others.
     """
@@ -43,7 +43,6 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tenants: dict[str, Tenant] = {}
 
     def check(self) -> None:
-        """Raises `ConfigError` for a value that is out of range."""
         for name, tenant in self.tenants.items():
             tenant.check(name)
         for name in self.__struct_fields__:

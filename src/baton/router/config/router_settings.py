@@ -13,7 +13,7 @@ from baton.wire import Mode, Recovery
 
 EngineKind = Literal["baton", "vllm", "sglang"]
 MAX_WORKERS = 64
-# Prefilling so many rows delays concurrent decodes less than a handoff would (docs/performance.md).
+# Prefilling this many rows delays concurrent decodes less than a handoff would (docs/performance.md).
 MAX_LOCAL_PREFILL_LENGTH = 64
 
 

@@ -9,7 +9,7 @@ from baton.router.connectors.sglang import SglangConnector
 from baton.router.connectors.vllm_baton import VllmBatonConnector
 from baton.router.connectors.vllm_nixl import NixlPullConnector, NixlPushConnector
 
-# Connectors of vLLM have vLLM's names.
+# vLLM's connectors have vLLM's names.
 BATON_ENGINES, SGLANG = "baton", "sglang"
 CONNECTORS: dict[str, type[Connector]] = {
     BATON_ENGINES: EngineConnector,
@@ -22,7 +22,7 @@ VLLM_CONNECTORS = tuple(name for name in CONNECTORS if name not in (BATON_ENGINE
 
 
 def create_connector(name: str, config: ConnectorConfig) -> Connector:
-    """Raises `ConfigError` if there is no connector `name`, or if it does not support `config`."""
+    """Raises `ConfigError` for an unknown `name`, or if the connector does not support `config`."""
     if name not in CONNECTORS:
         raise ConfigError("kv_connector", f"must be one of {', '.join(VLLM_CONNECTORS)}, got {name!r}")
     return CONNECTORS[name](config)

@@ -20,7 +20,7 @@ from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingParams
 from baton.wire import GenerateRequest, LegRole, Mode, Role
 
-# Parameters that need more of the first token than its id, and the values with which they do not.
+# Parameters that need more than the id of the first token, with the values that do not.
 _NOT_SEEDED = {
     **{"seed": None, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
     **{"stop": (), "bad_words": (), "structured_outputs": None},
@@ -61,7 +61,7 @@ class Connector(ABC):
 
     `can_seed`: it can send the first token to the decode engine. `has_modes`: a request may choose push or pull.
     `computes_alone`: a decode engine can compute a whole request. `moves_prefixes`: an engine can send cached KV into
-    another's prefix cache. Raises `ConfigError` for a setting that it does not support.
+    another's prefix cache. Raises `ConfigError` for an unsupported setting.
     """
 
     needs_ticket_key: ClassVar[bool] = False
@@ -77,13 +77,13 @@ class Connector(ABC):
 
     @abstractmethod
     def client(self, session: aiohttp.ClientSession, url: str, timers: RouterTimers, role: Role) -> EngineClient:
-        """The client of the engine at `url`, which is used in `role`."""
+        """The client of an engine in `role`."""
 
     @abstractmethod
     def legs(self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine, kv_mode: Mode) -> Legs:
         """The legs of one attempt. Nothing is sent before iteration.
 
-        Raises `EngineUnavailableError` if an engine is no longer known.
+        Raises `EngineUnavailableError`.
         """
 
     def alone(self, request: GenerateRequest, engine: PooledEngine) -> Chunks:
@@ -93,8 +93,8 @@ class Connector(ABC):
     def prefix_leg(
         self, request: GenerateRequest, source: PooledEngine, destination: PooledEngine, mode: Mode, expected: int
     ) -> PrefixLeg:
-        """Sign a ticket to move cached KV of the request's prompt from `source`, which is expected to hold `num_tokens`
-        of it, to `destination`.
+        """Sign a ticket to move cached KV of the request's prompt from `source`, which is expected to hold `expected`
+        tokens of it, to `destination`.
 
         Raises `EngineUnavailableError`.
         """
@@ -115,7 +115,8 @@ def in_turn(
     first: Callable[[asyncio.Future[_T | None]], Chunks], then: Callable[[_T], Chunks]
 ) -> dict[LegRole, LegSource]:
     """The decode leg `then(value)` begins when the prefill leg `first` sets its future to `value`. A prefill leg that
-    ends the request does not set it."""
+    ends the request does not set it.
+    """
     found: asyncio.Future[_T | None] = asyncio.get_running_loop().create_future()
 
     async def prefill() -> Chunks:
@@ -152,7 +153,7 @@ async def read_to_end(leg: Chunks) -> None:
 
 
 async def errors_only(leg: Chunks) -> Chunks:
-    """A leg without its tokens, which the other leg also sends."""
+    """The leg without its tokens, which the other leg also sends."""
     async with contextlib.aclosing(leg):
         async for chunk in leg:
             if chunk.finish_reason == "error":

@@ -27,7 +27,7 @@ _NOTHING = SamplingParams(max_tokens=1, temperature=0.0)
 class EngineConnector(Connector):
     """A prefill leg's stream lasts as long as its pages are held; closing it frees them.
 
-    Engines on one host share its cores. For a short prompt D's work would delay the first token, so it runs during P's
+    Engines on one host share its cores: for a short prompt D's work would delay the first token, so it runs during P's
     drafter.
     """
 

@@ -16,7 +16,7 @@ def mint_ticket(
 ) -> str:
     """Sign a ticket for one attempt, valid for `config.ticket_life_s` seconds.
 
-    Raises `EngineUnavailableError` without a ticket key, or if an engine is no longer known.
+    Raises `EngineUnavailableError`.
     """
     p, d = prefill.info, decode.info
     if config.ticket_key is None:

@@ -60,6 +60,7 @@ class VllmConnector(Connector):
 
 def draws_anew(request: GenerateRequest, engine: PooledEngine) -> bool:
     """Whether another engine may sample another first token with the same seed: vLLM samples differently in a
-    verification step."""
+    verification step.
+    """
     drafts = engine.info is not None and engine.info.num_speculative_tokens > 0
     return drafts and request.sampling_params.temperature > 0

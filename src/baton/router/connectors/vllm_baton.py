@@ -56,7 +56,7 @@ class VllmBatonConnector(VllmConnector):
     def _ticket(
         self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine, kv_mode: Mode, handed_over: int
     ) -> str:
-        """A vLLM server can check a ticket only against the tokens that are handed over."""
+        """The digest covers the tokens that are handed over: a vLLM server can check a ticket only against these."""
         digest = request_digest(request.prompt_token_ids[:handed_over], SamplingParams())
         if request.adapter is not None:
             digest = adapter_digest(digest, request.adapter)
@@ -150,8 +150,9 @@ class VllmBatonConnector(VllmConnector):
 
 
 def _short(request: GenerateRequest, handed_over: int) -> GenerateRequest:
-    """A prefill leg of the handed-over tokens. It must sample the next token of the prompt, on which the drafter's last
-    entry depends."""
+    """A prefill leg of the handed-over tokens. It must sample the prompt's next token, since the drafter's last entry
+    depends on it.
+    """
     tokens, max_tokens = request.prompt_token_ids, request.sampling_params.max_tokens
     only = SamplingParams(max_tokens=max_tokens, temperature=0.0, allowed_token_ids=(tokens[handed_over],))
     num_prompt = min(len(tokens) - request.num_known, handed_over)

@@ -32,7 +32,7 @@ _ANY_TOKEN = 2**31 - 1
 
 
 class _Address(msgspec.Struct, frozen=True):
-    """A connector's address, from a prefill response."""
+    """Of a connector, from a prefill response."""
 
     remote_engine_id: str
     remote_host: str
@@ -79,7 +79,8 @@ class _NixlConnector(VllmConnector):
         self, request: GenerateRequest, prefill: PooledEngine
     ) -> tuple[TokenChunk, dict[str, object], bool]:
         """P's token, the parameters that D needs, and whether the token is the request's first: not if this server
-        leaves out the prompt's last token, or if speculating servers sample other tokens."""
+        leaves out the prompt's last token, or if speculating servers sample other tokens.
+        """
         p = VllmClient.of(prefill)
         chunk, params = await p.first_token(request, _FETCHED)
         if chunk.finish_reason in ("error", "abort"):

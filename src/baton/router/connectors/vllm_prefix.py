@@ -36,13 +36,12 @@ def prefix_request(request: GenerateRequest, num_tokens: int) -> GenerateRequest
 
 
 def leg_params(leg: LegParams) -> dict[str, object]:
-    """A leg's `kv_transfer_params`."""
     return {BATON_PARAM: msgspec.to_builtins(leg)}
 
 
 @dataclass(slots=True)
 class VllmPrefixMove:
-    """One hand-back. `request`: of `prefix_request`. `handed_over`: how many of its tokens the source hands over."""
+    """One hand-back. `request`: from `prefix_request`. `handed_over`: how many of its tokens the source hands over."""
 
     source: VllmClient
     destination: VllmClient
@@ -70,8 +69,9 @@ class VllmPrefixMove:
                     await self.source.tell(leg_params(LegParams(role="cancel", ticket=self.ticket)))
 
     async def _receive(self) -> Chunks:
-        """Raises the errors of `VllmClient.first_token`, those of the source's leg if that fails before, and
-        `HandoffError` if the destination did not get all."""
+        """Raises the errors of `VllmClient.first_token`, those of the source's leg if it fails first, and
+        `HandoffError` if the destination did not get all.
+        """
         assert self._sending is not None
         asked = self.destination.first_token(self.request, self._params("decode"))
         receiving = asyncio.ensure_future(asked)
@@ -96,7 +96,7 @@ class VllmPrefixMove:
 
 
 def _found(told: Mapping[str, object]) -> int:
-    """Without an answer of the connector, as from a server that has refused the leg: 0."""
+    """0 without an answer of the connector, as from a server that has refused the leg."""
     if BATON_PARAM not in told:
         return 0
     try:

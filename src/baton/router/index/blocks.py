@@ -1,7 +1,7 @@
 """The blocks that one engine holds.
 
 Block hashes are the engine's own, so each block gets a key of this index: a hash over the previous block's key, its
-tokens and its extra keys. Prompts have the same keys.
+tokens and its extra keys. Prompts get keys in the same way.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ _MAX_BLOCK_SIZE = 1 << 16
 _MAX_HASH_BYTES = 64
 _WINDOWS = ("sliding_window", "sliding_window_mla", "chunked_local_attention")
 _STATES = ("mamba",)
-_COMPUTABLE = (None, "GPU")  # media from which an engine can compute
+_COMPUTABLE = (None, "GPU")  # media that an engine can compute from
 
 
 @dataclass(slots=True)
 class _Group:
     """One group of layers. `keys`: of held blocks, by the engine's hash. `held`: number of hashes per key: blocks of
-    equal tokens differ if their KV depends on later tokens."""
+    equal tokens differ if their KV depends on later tokens.
+    """
 
     block_size: int
     kind: str
@@ -49,7 +50,7 @@ class _Group:
         return 0
 
     def _window_end(self, keys: PromptKeys, blocks: int) -> int:
-        """The end of the last block with a whole window before it, in tokens."""
+        """The end, in tokens, of the last block with a whole window before it."""
         run = 0  # held blocks from `end` backwards
         end = blocks
         for index in range(blocks - 1, -1, -1):
@@ -100,7 +101,8 @@ class BlockIndex:
 
     def num_tokens(self, prompt: PromptBlocks) -> int:
         """How many tokens of the prompt the engine need not compute, at most all but one: the prefix that all groups
-        hold."""
+        hold.
+        """
         if not self._groups:
             return 0
         limit = len(prompt.tokens) - 1
@@ -153,7 +155,8 @@ class BlockIndex:
 
     def _key_of(self, block_hash: BlockHash, block_size: int) -> int | None:
         """The key of a block of any group; equal hashes have equal tokens. The parent of a window's first block, or of
-        a state, is in groups of full attention only."""
+        a state, is in groups of full attention only.
+        """
         for group in self._groups.values():
             if group.block_size == block_size and (key := group.keys.get(block_hash)) is not None:
                 return key

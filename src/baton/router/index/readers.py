@@ -30,7 +30,8 @@ class EventReaders:
 
     def follow(self, url: str, info: EngineInfo) -> HeldPrefixes | None:
         """Begin to read the events of an engine that started; None: it publishes none. Drops what earlier engines at
-        this URL held."""
+        this URL held.
+        """
         self.stop(url)
         base, rank = split_rank(url)
         endpoint = self._sources.get(url) or _at(base, info.kv_events_port)

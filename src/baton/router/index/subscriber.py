@@ -28,9 +28,9 @@ logger.addFilter(LogLimit())
 
 _MAX_NUMBER = (1 << 63) - 1
 _REPLAY_S = 2.0
-# Batches of up to `MAX_BATCH_BYTES` that wait here while the router is busy. Later ones wait at the engine.
+# Waiting batches (of up to `MAX_BATCH_BYTES`) while the router is busy. Later ones wait at the engine.
 _HWM = 16
-# Seconds for the next attempt after an error of a socket.
+# Seconds until the next attempt after an error of a socket.
 _AGAIN_S = 1.0
 # Applying a batch takes 2 us per block.
 _MAX_BLOCKS, _LONG_S = 1 << 17, 0.005
@@ -56,7 +56,6 @@ class BatchOrder:
         self.expected = number
 
     def restart(self) -> None:
-        """Nothing is known any more."""
         self._index.clear()
         self.expected, self._last_ts = None, 0.0
 
@@ -67,7 +66,6 @@ class BatchOrder:
             self.restart()
 
     def follow(self, number: int, batch: EventBatch) -> None:
-        """Apply a batch once."""
         if self.expected is not None and number < self.expected:
             return
         self._index.apply(*batch.events)
@@ -112,7 +110,7 @@ class EventSubscriber:
                 frames, clock = await socket.recv_multipart(), asyncio.get_running_loop().time
                 began = clock()
                 await self._take(frames)
-                # A receive does not yield while batches are there. A flood gets half of the loop's time.
+                # A receive does not yield while batches are there; a flood gets half of the loop's time.
                 await asyncio.sleep(busy_s if (busy_s := clock() - began) > _LONG_S else 0)
 
     async def _take(self, frames: list[bytes]) -> None:

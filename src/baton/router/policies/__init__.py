@@ -38,7 +38,7 @@ def create_policies(
 ) -> Policies:
     """The policies of all roles; `prefill` and `decode` None: as `policy`. `source`: of randomness.
 
-    Raises `ConfigError` for a name that is not in `POLICIES`.
+    Raises `ConfigError`.
     """
     used, source = config or PolicyConfig(), source or random.Random()
 

@@ -31,7 +31,7 @@ class Asked:
         return len(self.prompt.tokens) - engine.known.num_tokens(self.prompt)
 
     def handed_back(self, engine: PooledEngine, config: PolicyConfig) -> int:
-        """Of these, how many another engine would hand back."""
+        """How many of these another engine would hand back."""
         moved = self.elsewhere - engine.known.num_tokens(self.prompt)
         return moved if moved >= max(1, config.min_hand_back_length) else 0
 

@@ -26,8 +26,9 @@ _UNQUEUED = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """A handed-off request, in seconds. `prefill`: from the choice of engines to the first token. `queued`: the part in
-    which the prompt waited; None: unknown. `decode`: the rest."""
+    """A handed-off request, in seconds. `prefill`: from the choice of engines to the first token. `queued`: the time
+    that the prompt waited; None: unknown. `decode`: the rest.
+    """
 
     arrived: float
     prefill: float

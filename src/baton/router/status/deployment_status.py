@@ -24,7 +24,7 @@ _COUNTS = ("num_inflight", "queued_tokens")
 
 
 async def deployment_status(backend: RouterBackend, siblings: Siblings | None = None) -> Status:
-    """With the engines' loads."""
+    """Includes the engines' loads."""
 
     async def load(engine: PooledEngine) -> EngineLoad | None:
         try:

@@ -1,4 +1,4 @@
-"""The model to which all processes of one router are bound: by the first request in any of them."""
+"""The model that the first request in any process binds all processes of a router to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NUM_CELLS, _CELL_BYTES = 2, 8
 
 class SharedBinding:
     """Memory that all processes map. Create it before they are forked. `key`: see `binding_key`, 0 if none is bound.
-    `max_model_len`: the context that is served, in tokens.
+    `max_model_len`: the served context, in tokens.
 
     Two processes may bind at the same time. The last one wins, and the other sees that `key` is not its own.
     """

@@ -28,7 +28,7 @@ from baton.wire import Role
 
 logger = logging.getLogger(__name__)
 
-# Only the highest of these counts. Others are added.
+# Only the highest of these counts; others are added.
 _HIGHEST = frozenset(
     {
         *("baton:draining", "process_start_time_seconds", "process_max_fds"),
@@ -71,8 +71,6 @@ class Siblings:
         members: Callable[[], list[Member]],
         changes: dict[str, Change],
     ) -> AsyncIterator[None]:
-        """Answers the others."""
-
         async def own_metrics(request: web.Request) -> web.Response:
             return web.Response(body=exposition_text(families()))
 

@@ -45,7 +45,7 @@ extern "C" __global__ void copy_runs(const long long* rows, int source, int dest
 
 
 class Exported(NamedTuple):
-    """An allocation that other processes can open, and the offset of an address in it."""
+    """An allocation that others can open, and the offset of an address in it."""
 
     handle: bytes
     offset: int
@@ -59,12 +59,12 @@ class Launch(NamedTuple):
 
 
 class CudaDriver:
-    """One device, for one thread at a time. Raises `TransportError` for CUDA errors."""
+    """One device, used by one thread at a time. Raises `TransportError` for CUDA errors."""
 
     def __init__(self, device: int, on_end: Callable[[], None]) -> None:
         """`on_end` is called, on a CUDA thread, when a batch has ended.
 
-        Raises `ConfigError` if CUDA's bindings, its driver or the device is missing.
+        Raises `ConfigError`.
         """
         self._api, nvrtc = _bindings()
         self._call(self._api.cuInit(0))
@@ -130,7 +130,7 @@ class CudaDriver:
         return True
 
     def read(self, host: int, address: int, nbytes: int) -> None:
-        """Synchronously, to host memory at address `host`."""
+        """Copy to host memory at address `host`, synchronously."""
         self._call(self._api.cuMemcpyDtoH(host, address, nbytes))
 
     def synchronize(self) -> None:
@@ -138,7 +138,6 @@ class CudaDriver:
 
 
 def check_cuda() -> None:
-    """Raises `ConfigError` unless this process can use CUDA."""
     driver, _ = _bindings()
     (error,) = driver.cuInit(0)
     if int(error) != 0:

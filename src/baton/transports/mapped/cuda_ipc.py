@@ -58,7 +58,7 @@ class _Mapped:
     opened: list[int]
 
     def here(self, addresses: Runs, nbytes: Runs) -> Runs:
-        """Raises `TransportError` for an address outside the peer's regions."""
+        """Local addresses. Raises `TransportError` outside the peer's regions."""
         at = np.searchsorted(self.start, addresses, side="right") - 1
         if bool((at < 0).any()) or bool((addresses + nbytes > self.stop[at]).any()):
             raise TransportError("a run lies in no region that the peer opened")
@@ -72,8 +72,6 @@ _numbers = itertools.count()
 
 
 class CudaIpcLibrary(Library):
-    """CUDA's driver API, for one device."""
-
     scheme = "cuda_ipc"
 
     def __init__(self) -> None:
@@ -162,7 +160,7 @@ class CudaIpcLibrary(Library):
 
 
 def check_allocator(environment: Mapping[str, str]) -> None:
-    """Raises `TransportError` if PyTorch is told to allocate memory that no other process can open."""
+    """Raises `TransportError` if PyTorch would allocate memory that no other process can open."""
     for name in _ALLOCATOR:
         if _EXPANDABLE in environment.get(name, "").lower():
             raise TransportError(f"cuda_ipc cannot open expandable segments: take {_EXPANDABLE} out of {name}")

@@ -66,16 +66,14 @@ class MemoryTransport:
         raise NotImplementedError
 
     def _describe(self, regions: list[ByteArray]) -> bytes:
-        """Raises `TransportError` for memory that cannot be opened to peers."""
+        """Raises `TransportError`."""
         raise NotImplementedError
 
     def _map(self, descriptor: bytes) -> MemoryPeer:
         """Raises `ProtocolError` or `TransportError` as `connect` does."""
         raise NotImplementedError
 
-    def _release(self) -> None:
-        """Release own memory at close."""
-
+    def _release(self) -> None: ...
     def register(self, regions: Sequence[Region]) -> bytes:
         memory = check_regions(regions)
         with self._lock:

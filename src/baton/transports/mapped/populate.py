@@ -14,7 +14,7 @@ from collections.abc import Callable
 from baton.transports.base import ByteArray
 
 _MADV_POPULATE_WRITE = 23
-# About a millisecond, the longest delay for other jobs.
+# About a millisecond of delay for other jobs.
 PIECE_BYTES = 4 << 20
 # Releases the GIL, unlike `mmap.madvise`.
 _madvise = ctypes.CDLL(None).madvise

@@ -54,7 +54,7 @@ def remove_stale_segments(directory: str = SHM_DIR) -> list[str]:
 def file_of(memory: npt.NDArray[np.uint8]) -> tuple[str, int]:
     """The file that contains `memory`, and the offset in it.
 
-    Raises `ConfigError` for memory in no such file.
+    Raises `ConfigError`.
     """
     address = memory.ctypes.data
     for line in Path("/proc/self/maps").read_text().splitlines():

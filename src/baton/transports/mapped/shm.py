@@ -163,7 +163,7 @@ class ShmTransport(MemoryTransport):
         )
 
     def disconnect(self, peer: Peer) -> None:
-        """Also unlinks a dead peer's segments."""
+        """Also unlink a dead peer's segments."""
         super().disconnect(peer)
         if peer.fenced():
             self._mover.post(_sweep)

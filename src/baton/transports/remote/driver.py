@@ -35,10 +35,10 @@ T = TypeVar("T")
 
 
 class Driver:
-    """A library, its peers, and their thread."""
+    """Owns a library, its peers, and their thread."""
 
     def __init__(self, library: Library, host: str) -> None:
-        """Raises `ConfigError` if the library does not start."""
+        """Raises `ConfigError`."""
         self.lifeline = Lifeline(host)
         self.bounce = np.zeros(64, dtype=np.uint8)
         self.peers: list[RemotePeer] = []
@@ -131,7 +131,6 @@ class Driver:
         peer.jobs.append(job)
 
     def drop_cancelled(self) -> None:
-        """End cancelled operations that have no batch in flight."""
         for peer in self.peers:
             for job in [job for job in peer.jobs if job.handle is None and job.operation.flags[0]]:
                 self._end(peer, job, job.left())
@@ -216,7 +215,6 @@ class Driver:
         return moved
 
     def _step(self, peer: RemotePeer) -> bool:
-        """True if anything changed."""
         if not peer.jobs:
             return False
         if peer.broken is not None:

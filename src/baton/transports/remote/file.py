@@ -1,7 +1,7 @@
 """`file://`: engines that share a directory, and neither memory nor a fast network. See docs/transports.md.
 
 Options: `path` (the directory, default ~/.cache/baton/kv), `max_bytes` (of all its entries, default 8 GiB), `host`
-(numeric address on which peers reach the lifeline; default 127.0.0.1).
+(numeric address where peers reach the lifeline; default 127.0.0.1).
 
 Write: this side puts the batch into a `FileStore` under its digest, and sends that key and the addresses over the
 lifeline; the peer copies the entry into its regions, and answers; only then is the write done. Read: the peer stores
@@ -98,17 +98,15 @@ class FileLibrary(Library):
         return self._lifeline.contact.secret.hex(), b""
 
     def add(self, endpoint: str, metadata: bytes) -> None:
-        """Batches use the peer's line."""
+        """Nothing to do: batches use the peer's line."""
 
     def remove(self, endpoint: str) -> bool:
         """Nothing can be cut: a worker here or a living peer may still process a batch."""
         return False
 
     def take_in(self) -> None:
-        # All frames of the peer have been passed to `on_frame`.
+        # The peer's frames have all been passed to `on_frame`.
         wait(list(self._serving))
-
-    # ------------------------------------------------------------ this side asks
 
     def issue(self, peer: RemotePeer, direction: Direction, rows: Runs) -> Batch:
         self._next += 1
@@ -174,8 +172,6 @@ class FileLibrary(Library):
             raise TransportError("who asked for this copy is gone, or has given it up")
         _scatter(spans, runs, data)
 
-    # ------------------------------------------------------------ a peer asks
-
     def on_frame(self, line: Line, frame: bytes) -> None:
         try:
             message = msgspec.msgpack.decode(frame, type=_Ask | _Answer)
@@ -204,7 +200,7 @@ class FileLibrary(Library):
 
 
 def _need_answer(batch: Batch) -> None:
-    """Raises `TransportError` if the answer will not come, or is no longer wanted."""
+    """Raises `TransportError`."""
     if not batch.peer.line.open():
         raise TransportError("the peer is gone")
     # The peer may still carry out a write.
@@ -213,7 +209,7 @@ def _need_answer(batch: Batch) -> None:
 
 
 def _gather(spans: list[ByteArray], runs: Runs) -> ByteArray:
-    """The bytes of runs, concatenated. Raises `ProtocolError` unless each is in one of `spans`."""
+    """The bytes of runs, concatenated. Raises `ProtocolError` for a run outside of `spans`."""
     span, offset, nbytes = _locate(spans, runs)
     data = np.empty(int(nbytes.sum()), dtype=np.uint8)
     copies = CopyList(0, 0, offset, np.cumsum(nbytes) - nbytes, nbytes)

@@ -71,7 +71,7 @@ class Library:
     def start(self, lifeline: Lifeline, bounce: ByteArray) -> None:
         """Load the library, and register `bounce`, the destination of test reads from new peers.
 
-        Raises `ConfigError` if the library or a part of it is missing.
+        Raises `ConfigError`.
         """
         raise NotImplementedError
 
@@ -90,12 +90,13 @@ class Library:
         raise TransportError(f"the {self.scheme} transport opens the host's memory, not that of a device")
 
     def add(self, endpoint: str, metadata: bytes) -> None:
-        """Raises `ProtocolError` for a bad name or bad metadata."""
+        """Raises `ProtocolError`."""
         raise NotImplementedError
 
     def remove(self, endpoint: str) -> bool:
-        """Cut the connection, on which no batch is in flight; some may have failed. True if after that no byte of a
-        failed batch enters or leaves this process's memory."""
+        """Cut the connection, which has no batch in flight; some may have failed. True if after that no byte of a
+        failed batch enters or leaves this process's memory.
+        """
         raise NotImplementedError
 
     def issue(self, peer: RemotePeer, direction: Direction, rows: Runs) -> Any:
@@ -114,13 +115,10 @@ class Library:
         """No call of this process works on the batch any more, done or failed."""
         return True
 
-    def progress(self) -> None:
-        """Let a library that `polls` move bytes."""
-
+    def progress(self) -> None: ...
     def take_in(self) -> None:
         """Receive all that gone peers had sent."""
         raise NotImplementedError
 
     def on_frame(self, line: Line, frame: bytes) -> None:
-        """A frame of the library's own protocol."""
         line.abort()

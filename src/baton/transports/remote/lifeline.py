@@ -39,7 +39,7 @@ class Event(NamedTuple):
 
 
 class Line:
-    """One connection. `send`, `open`, `abort` and `close` are for any thread; `receive` is for its lifeline."""
+    """One connection. `send`, `open`, `abort` and `close` are thread-safe; `receive` is for its lifeline."""
 
     def __init__(self, sock: socket.socket, admitted: bool) -> None:
         self.socket = sock
@@ -95,7 +95,7 @@ class Line:
         return frames
 
     def abort(self) -> None:
-        """End a line whose other side breaks the protocol; `wait` reports it."""
+        """End a line that breaks the protocol; `wait` reports it."""
         with self._lock, contextlib.suppress(OSError):
             if not self._closed:
                 self.socket.shutdown(socket.SHUT_RDWR)
@@ -109,7 +109,7 @@ class Line:
 
 
 class Lifeline:
-    """`dial` and `wake` are for any thread, the rest for the driver's."""
+    """`dial` and `wake` are thread-safe, the rest for the driver's."""
 
     def __init__(self, host: str) -> None:
         """`host`: a numeric address of this machine. Raises `ConfigError` if listening fails."""
@@ -226,7 +226,7 @@ class Lifeline:
         line.close()
 
     def say_bye(self) -> None:
-        """No copy of this side is outstanding."""
+        """Send BYE: no copy of this side is outstanding."""
         for key in list((self._selector.get_map() or {}).values()):
             if isinstance(key.data, Line):
                 key.data.send(BYE)

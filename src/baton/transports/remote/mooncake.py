@@ -1,6 +1,6 @@
 """`mooncake://`: engines of a cluster, over Mooncake's Transfer Engine. See docs/transports.md.
 
-`host`: the numeric address on which peers reach this machine. `protocol` `rdma`: no test runs it, for lack of a network
+`host`: the numeric address where peers reach this machine. `protocol` `rdma`: no test runs it, for lack of a network
 card. `device`: RDMA devices, comma-separated; default all. Mooncake's own ports listen on all addresses and accept
 copies from anyone: keep them behind a firewall.
 
@@ -117,7 +117,7 @@ class MooncakeLibrary(Library):
 
 
 def load_engine() -> Any:
-    """Raises `ConfigError` if a package or library is missing."""
+    """Raises `ConfigError`."""
     os.environ.setdefault("MC_LOG_LEVEL", "WARNING")
     try:
         return importlib.import_module("mooncake.engine").TransferEngine

@@ -1,6 +1,6 @@
 """`nixl://`: engines of a cluster, over NIXL and UCX.
 
-`host`: the numeric address on which peers reach the lifeline. NIXL's progress thread is off: it burns a core, and hides
+`host`: the numeric address where peers reach the lifeline. NIXL's progress thread is off: it burns a core, and hides
 how much it has received.
 
 Memory of a CUDA device ("VRAM") needs a UCX built with CUDA; NIXL then starts anew on a thread that has the device's
@@ -131,7 +131,7 @@ class NixlLibrary(Library):
 
 
 def load_api() -> Any:
-    """Any of NIXL's packages. Raises `ConfigError` if there is none, or a library that it needs is missing."""
+    """Any of NIXL's packages. Raises `ConfigError`."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     # The wheel's own ibverbs library loads the system's RDMA drivers, and so the system's libnl beside the wheel's.
     # Unless the system's is loaded first, the process crashes at exit.

@@ -159,7 +159,7 @@ class RemoteTransport:
         return job.operation
 
     def cancel(self, operation: Operation) -> None:
-        """Ends with the batch in flight, if any."""
+        """The operation ends with the batch in flight, if any."""
         operation.flags[0] = 1
         self._driver.post(self._driver.drop_cancelled)
 

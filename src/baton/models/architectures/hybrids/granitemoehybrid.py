@@ -135,7 +135,7 @@ class SparseMoE(nn.Module):
 
 
 def _of_mlp(name: str, place: str, layer: str, tensor: Tensor, size: int) -> Iterable[tuple[str, Tensor]]:
-    """The weights in one stored tensor of the MLP at `place`, whose inner size is `size`."""
+    """The weights in one stored tensor of the MLP at `place`, of inner size `size`."""
     if layer == _MLP_LAYERS[1]:
         yield f"{place}.down_proj.weight", tensor
         return
@@ -181,10 +181,10 @@ def _mamba(raw: RawConfig, hidden: int) -> Mamba2Spec:
 
 
 def refuse_limit(limit: Any) -> None:
-    """transformers applies time step limits to prompts but not to later tokens, so no result is right."""
+    """transformers applies time step limits to prompts but not to later tokens, so no result would be right."""
     if limit is None:
         return
     ends = list(limit) if isinstance(limit, list | tuple) else [limit]
-    # transformers writes infinity so: JSON has none.
+    # How transformers writes infinity, which JSON lacks.
     if [math.inf if end == {"__float__": "Infinity"} else end for end in ends] != [0.0, math.inf]:
         raise CheckpointError(f"config.json: time_step_limit is {limit!r}, only [0, Infinity] is supported")

@@ -22,7 +22,7 @@ from baton.models.layers.latent import LatentAttention
 from baton.models.layers.linear import Build
 from baton.models.layers.moe import feed_forward
 
-# Fields of published configs, and what DeepSeek's call them.
+# Fields of published configs, with DeepSeek's names.
 _NAMES = {
     "model_max_length": "max_position_embeddings",
     "moe_renormalize": "norm_topk_prob",
@@ -110,7 +110,7 @@ _OF_LINEAR = {
 
 
 def _recurrent_layers(raw: RawConfig, linear: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-    """Which layers are delta nets: by `layer_types`, or by the lists of `linear_attn_config`, which count from 1."""
+    """Layers that are delta nets: by `layer_types`, or by the lists of `linear_attn_config`, which count from 1."""
     kinds, names = raw.get("layer_types"), ("kda_layers", "full_attn_layers")
     if kinds is None and all(name in linear for name in names):
         delta, full = (linear[name] for name in names)

@@ -1,6 +1,7 @@
 """Nemotron-H and Nemotron 3 (`model_type` nemotron_h): each layer is a Mamba-2 layer, attention without positions, an
 MLP, or experts (arXiv:2504.03624). Steps of Mamba-2 are not clamped, as in vLLM; transformers clamps those of prompts
-alone to `time_step_min`."""
+alone to `time_step_min`.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +38,9 @@ _KINDS = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NemotronConfig(ModelConfig):
     """`kinds[l]`: of the blocks of layer l, one in the model, several in an MTP module (`mtp_kinds`). `experts`: of
-    blocks that have them, with inputs and outputs of `expert_size`, smaller than the hidden size if they are
-    projected (LatentMoE, arXiv:2512.20856)."""
+    blocks that have them, with inputs and outputs of `expert_size`, below the hidden size if they are projected
+    (LatentMoE, arXiv:2512.20856).
+    """
 
     kinds: tuple[str, ...]
     mtp_kinds: str
@@ -143,7 +145,7 @@ class NemotronBlock(nn.Module):
 
 
 class NemotronBlocks(nn.ModuleList):
-    """One after the other: [T, E] -> [T, E]."""
+    """Several blocks, in order: [T, E] -> [T, E]."""
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: LayerCache) -> Tensor:
         for block in self:
@@ -190,7 +192,7 @@ class LatentMoE(nn.Module):
 
 
 def _kinds(raw: RawConfig, pattern: str, *lists: str) -> tuple[str, ...]:
-    """The kinds of blocks, from a string with a character each, or a list of names."""
+    """Kinds of blocks, from a string with a character each, or a list of names."""
     name = next((name for name in (*lists, pattern) if raw.get(name) is not None), None)
     if name is None:
         return (_ATTENTION, _EXPERTS) if pattern.startswith("mtp") else (_MAMBA, _EXPERTS, _ATTENTION, _MLP)

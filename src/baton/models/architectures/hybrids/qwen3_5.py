@@ -1,5 +1,6 @@
-"""Qwen3.5 to 3.8 (`model_type` qwen3_5_text, or qwen3_5_moe_text with experts in every layer). Of a checkpoint with a
-vision tower, the text model is loaded."""
+"""Qwen3.5 to 3.8 (`model_type` qwen3_5_text, or qwen3_5_moe_text with experts in every layer). Checkpoints with a
+vision tower are loaded as their text model.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ class Qwen35(QwenHybrid):
 class Qwen35Moe(QwenHybrid):
     @classmethod
     def parse_config(cls, raw: RawConfig) -> QwenHybridConfig:
-        # Of dense layers, which this model lacks.
+        # `intermediate_size` is that of dense layers, which this model lacks.
         fields = hybrid_fields({"intermediate_size": 1, **_DEFAULTS, **raw})
         return QwenHybridConfig(**fields, moe=qwen_experts({**_DEFAULTS, **raw}, (True,) * fields["num_layers"]))
 
