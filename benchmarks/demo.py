@@ -85,7 +85,7 @@ def main() -> int:
             decode=1,
             engine_flags=subject.flags,
             router_flags=["--kv-mode", mode],
-            tell=lambda text: print(f"  {text}", file=sys.stderr, flush=True),
+            on_progress=lambda text: print(f"  {text}", file=sys.stderr, flush=True),
         ) as deployment:
             print(f"endpoint: {deployment.url}/v1", flush=True)
             question = subject.question if mode == "push" else None

@@ -59,7 +59,7 @@ def check_innocence(process: Rank, silent: Sequence[Session]) -> None:
             continue
         held_by = [rank.node.sessions for rank in far.ranks]
         theirs = [session for each in held_by for session in (*each.clients.values(), *each.servers.values())]
-        if any(other.connection.session == session.connection.session and other.talking for other in theirs):
+        if any(other.connection.session == session.connection.session and other.established for other in theirs):
             world.fail("innocent_lease", f"{process.name} evicts {far.name}: both were there, in one session")
 
 

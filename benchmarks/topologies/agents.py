@@ -115,7 +115,7 @@ def make(
     agents = []
     for rank, transport in enumerate(transports):
         here = Instance(rank=rank, groups=groups, sampling=shape.sampling)
-        digester = None if identity.integrity == "off" else MemoryDigester(here.here, pool.regions[0])
+        digester = None if identity.integrity == "off" else MemoryDigester(here.own, pool.regions[0])
         descriptor = transport.register(pool.regions[0])
         heard, met = together.on_event, together.on_peer
         agents.append(HandoffAgent(identity, here, transport, descriptor, heard, digester, met, watch))

@@ -77,4 +77,4 @@ def _prefixes_begin_a_page_late() -> list[Patch]:
 
 @mutation("a hit that begins with missing pages has a whole window, wherever the request starts")
 def _windows_are_cut_short() -> list[Patch]:
-    return [(WindowPool, "_least", lambda *_: 0)]
+    return [(WindowPool, "_min_start", lambda *_: 0)]

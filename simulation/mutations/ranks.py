@@ -91,7 +91,7 @@ def _layers_by_place() -> list[Patch]:
 
 @mutation("a pair registers for its own groups, and no other")
 def _every_pair_wants_all() -> list[Patch]:
-    return [(instance, "_part", lambda found, groups: found)]
+    return [(instance, "_restrict", lambda found, groups: found)]
 
 
 @mutation("what the engine says is said to each pair")

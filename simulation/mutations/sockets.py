@@ -28,7 +28,7 @@ def _redials_at_once() -> list[Patch]:
     def dial(self: Sessions, address: str, lost: Session | None = None) -> Session:
         session = original(self, address, lost)
         if session.redials:
-            self._say_hello(session)
+            self._send_hello(session)
         return session
 
     return [(Sessions, "dial", dial)]

@@ -47,13 +47,13 @@ class LineProcess:
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True)
 
-    def say(self, line: str) -> None:
+    def write_line(self, line: str) -> None:
         stdin = self.process.stdin
         assert stdin is not None
         stdin.write(line + "\n")
         stdin.flush()
 
-    def hear(self) -> str:
+    def read_line(self) -> str:
         """The next line, or an empty string if the process has ended."""
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()

@@ -139,14 +139,14 @@ class TicketExpiredError(ProtocolError):
 
 
 class UndefinedTransitionError(ProtocolError):
-    """A state machine's table does not define the event in its phase: a dishonest peer, or a bug. `story`: the
+    """A state machine's table does not define the event in its phase: a dishonest peer, or a bug. `history`: the
     machine's last events, oldest first."""
 
-    def __init__(self, machine: str, phase: str, event: str, story: Sequence[str]) -> None:
+    def __init__(self, machine: str, phase: str, event: str, history: Sequence[str]) -> None:
         super().__init__(
-            f"{machine}: {event} cannot happen in phase {phase!r}; before: {', '.join(story) or 'nothing'}"
+            f"{machine}: {event} cannot happen in phase {phase!r}; before: {', '.join(history) or 'nothing'}"
         )
-        self.machine, self.phase, self.event, self.story = machine, phase, event, tuple(story)
+        self.machine, self.phase, self.event, self.history = machine, phase, event, tuple(history)
 
 
 class WrongEngineError(ProtocolError):

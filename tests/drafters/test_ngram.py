@@ -45,7 +45,7 @@ def test_lengths_that_are_not_given_are_vllms() -> None:
     }
     for (least, most), expected in lengths.items():
         made = NGram.load("", None, BUILD, prompt_lookup_min=least, prompt_lookup_max=most)  # type: ignore[arg-type]
-        assert (made._least, made._most) == expected
+        assert (made._min_n, made._max_n) == expected
     with pytest.raises(ConfigError, match="prompt_lookup_min: is 5, prompt_lookup_max is 4"):
         NGram.load("", None, BUILD, prompt_lookup_min=5, prompt_lookup_max=4)  # type: ignore[arg-type]
 

@@ -46,7 +46,7 @@ def look_for(watch: ThreadWatch, clock: Clock, seconds: float) -> str | None:
     until, why = clock.now + seconds, None
     while clock.now < until and why is None:
         clock.now += 1.0
-        why = watch.look()
+        why = watch.check()
     return why
 
 
@@ -56,7 +56,7 @@ def test_a_thread_that_comes_round_is_not_lost_and_one_that_does_not_is(running:
     for _ in range(40):
         clock.now += 1.0
         turned[0] = clock.now - 0.9
-        assert watch.look() is None
+        assert watch.check() is None
     assert look_for(watch, clock, 7.0) is None
     assert look_for(watch, clock, 3.0) == "its thread has done nothing for 9 s"
 
@@ -65,7 +65,7 @@ def test_a_process_that_slept_does_not_blame_its_thread(running: threading.Threa
     clock, turned = Clock(), [100.0]
     watch = watched(running, clock, turned)
     clock.now += 3600.0
-    assert watch.look() is None
+    assert watch.check() is None
     assert look_for(watch, clock, 8.0) is None
     assert look_for(watch, clock, 2.0) is not None
 
@@ -74,7 +74,7 @@ def test_a_thread_that_has_ended_is_lost() -> None:
     thread = threading.Thread(target=lambda: None)
     thread.start()
     thread.join()
-    assert watched(thread, Clock(), [100.0]).look() == "its thread has ended"
+    assert watched(thread, Clock(), [100.0]).check() == "its thread has ended"
 
 
 def test_a_limit_must_be_positive() -> None:

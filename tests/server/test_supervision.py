@@ -46,7 +46,7 @@ class Children:
         while self.now < end and supervisor.failure is None:
             if dies:
                 self.dead["decode-0"] = "out of luck"
-            supervisor.look()
+            supervisor.poll()
             self.now += 0.25
 
 
@@ -59,7 +59,7 @@ def test_pauses_grow_and_end() -> None:
     assert times[0] == 1.0
     assert [round(gap) for gap in gaps] == [2, 4, 8, 16, 30, 30]
     assert supervisor.failure == "decode-0 has ended 8 times, the last time with: out of luck"
-    supervisor.look()
+    supervisor.poll()
     assert len(children.started) == 7
 
 

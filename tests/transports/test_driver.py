@@ -86,7 +86,7 @@ class FakeLibrary(Library):
     def progress(self) -> None:
         self.turns += 1
 
-    def take_in(self) -> None:
+    def receive_rest(self) -> None:
         assert self.may_take_in.wait(20)
 
 

@@ -274,7 +274,7 @@ def declare_before_the_forward_passes(patch: Patch) -> None:
 
 
 def lose_the_end_of_sending(patch: Patch) -> None:
-    patch.setattr(WorkerSide, "_settle", lambda self, key, leg: None)
+    patch.setattr(WorkerSide, "_report_if_settled", lambda self, key, leg: None)
 
 
 # ---------------------------------------------------------------- B: counts of blocks, and lookahead

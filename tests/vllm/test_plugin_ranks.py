@@ -74,7 +74,7 @@ def test_stages_with_a_drafter_bring_every_layer(held: list[Sequence[int]], want
                     fill(view[name], SIZE, table, tokens, layer)
     pairs = pairs_of(p.instance, d.instance)
     for rank, into in enumerate(want):
-        own = joined([part(at, each) for at, each in enumerate(want)], rank).instance.here
+        own = joined([part(at, each) for at, each in enumerate(want)], rank).instance.own
         for name, dest in own.items():
             for source, copies in plan_copies(p.instance.groups[name], dest, *tables, Interval(0, tokens)).items():
                 assert name in pairs[source, rank]

@@ -124,18 +124,18 @@ class _Pair:
         """Hand over from pages[0] of P to pages[1] of D. `rate` 0: at once, else streamed."""
         ticket, before = self._ticket(), self._engine.copied()
         self._peer.prefill(ticket.text, num_tokens, pages[0], chunk, rate)
-        ended: list[Any] | None = None if rate else self._peer.hear()
+        ended: list[Any] | None = None if rate else self._peer.receive()
         began = time.monotonic()
         there = dict.fromkeys(self._kv.groups, pages[1])
         self._engine.together.open_decode(ticket, num_tokens, self._kv.wanted(num_tokens), there)
         if ended is None:
-            ended = self._peer.hear()
+            ended = self._peer.receive()
             began = ended[0]
             ended[1] += self._engine.copied()[0] - before[0]
         self._engine.next(lambda event: isinstance(event, ev.DecodeCommitted))
         seen = time.monotonic() - began
         own = [after - was for was, after in zip(before, self._engine.copied(), strict=True)]
-        num_bytes, transfer, runs, _ = (a + b for a, b in zip(own, self._peer.hear(), strict=True))
+        num_bytes, transfer, runs, _ = (a + b for a, b in zip(own, self._peer.receive(), strict=True))
         return _Round(int(num_bytes), int(runs), transfer, seen, ended[1] / num_bytes)
 
     def _ticket(self) -> SignedTicket:

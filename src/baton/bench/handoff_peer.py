@@ -26,8 +26,8 @@ class PrefillPeer:
 
     def __init__(self, kv: ModelledKV, tensor_parallel_size: int, num_pages: int, uri: str, ticket_key: bytes) -> None:
         self._child = LineProcess([sys.executable, "-c", f"from {__name__} import serve_prefill; serve_prefill()"])
-        self._say([msgspec.to_builtins(kv), tensor_parallel_size, num_pages, uri, ticket_key.hex()])
-        self.addresses: list[str] = self.hear()
+        self._send([msgspec.to_builtins(kv), tensor_parallel_size, num_pages, uri, ticket_key.hex()])
+        self.addresses: list[str] = self.receive()
 
     def prefill(self, ticket: str, num_tokens: int, pages: list[int], chunk: int, rate: float) -> None:
         """Begin a prefill in chunks of `chunk` tokens, at `rate` tokens per second; 0: all is computed already.
@@ -35,16 +35,16 @@ class PrefillPeer:
         Answered by two lines: at the end of the prefill `[time, bytes copied so far]`, and after the handoff its
         `ModelledEngine.copied`.
         """
-        self._say([ticket, num_tokens, pages, chunk, rate])
+        self._send([ticket, num_tokens, pages, chunk, rate])
 
-    def _say(self, what: Any) -> None:
+    def _send(self, what: Any) -> None:
         try:
-            self._child.say(json.dumps(what))
+            self._child.write_line(json.dumps(what))
         except BrokenPipeError:
             raise EngineUnavailableError("the process of the prefill engine has ended") from None
 
-    def hear(self) -> Any:
-        line = self._child.hear()
+    def receive(self) -> Any:
+        line = self._child.read_line()
         if not line:
             raise EngineUnavailableError("the process of the prefill engine has ended")
         return json.loads(line)

@@ -96,7 +96,7 @@ class ModelledEngine:
         config = AgentConfig(name, f"{name}-1", ticket_key=ticket_key, timers=timers or Timers())
         for rank, transport in enumerate(self._transports):
             instance = kv.instance(tensor_parallel_size, num_pages, rank)
-            regions = [transport.allocate(group, here.geometry.region_bytes) for group, here in instance.here.items()]
+            regions = [transport.allocate(group, here.geometry.region_bytes) for group, here in instance.own.items()]
             for region in regions:
                 region[:] = rank + 1  # the first touch of memory is slow
             descriptor, together = transport.register(regions), self.together

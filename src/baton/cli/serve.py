@@ -175,7 +175,7 @@ def up_command(
             role_flags=role_flags,
             kv_transport=config.kv_transfer_config.kv_transport,
             router=False,
-            tell=log_lines,
+            on_progress=log_lines,
             forward=pass_on,
             log_format=listen.log_format,
             shutdown_timeout_s=listen.shutdown_timeout,
@@ -227,7 +227,7 @@ async def _supervise(supervisor: Supervisor, stop: asyncio.Event, app: web.Appli
     async def watch() -> None:
         while supervisor.failure is None:
             try:
-                supervisor.look()
+                supervisor.poll()
             except OSError as error:  # no memory for a process; the next check counts its end
                 logger.error("an engine could not be started again: %s", error)
             await asyncio.sleep(0.5)

@@ -30,7 +30,7 @@ class Processes(Protocol):
 
 
 @dataclass(slots=True)
-class _Past:
+class _RestartState:
     """Since a child's last calm period."""
 
     restarts: int = 0
@@ -39,43 +39,44 @@ class _Past:
 
 
 class Supervisor:
-    """Checks `processes` on each call of `look`, and reports through `tell`.
+    """Checks `processes` on each call of `poll`, and reports through `on_progress`.
 
-    After `max_restarts` restarts of a child in a row, `failure` is set to its last line, and `look` does nothing more.
+    After `max_restarts` restarts of a child in a row, `failure` is set to its last line, and `poll` does nothing more.
     A child that a signal ended in order is restarted at once, uncounted.
     """
 
     def __init__(
         self,
         processes: Processes,
-        tell: Callable[[str], None],
+        on_progress: Callable[[str], None],
         max_restarts: int = DEFAULT_MAX_RESTARTS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._processes, self._tell, self._max_restarts, self._clock = processes, tell, max_restarts, clock
+        self._processes, self._on_progress = processes, on_progress
+        self._max_restarts, self._clock = max_restarts, clock
         self._begun = clock()
-        self._pasts: dict[str, _Past] = {}
+        self._states: dict[str, _RestartState] = {}
         self.failure: str | None = None
 
-    def look(self) -> None:
+    def poll(self) -> None:
         if self.failure is not None:
             return
         now = self._clock()
         for name, line in self._processes.ended().items():
-            past = self._pasts.setdefault(name, _Past(started=self._begun))
-            if past.due is None and self._processes.ended_cleanly(name):
-                past.due = now
-                self._tell(f"{name} has ended after a signal")
-            elif past.due is None:
-                if now - past.started >= _CALM_S:
-                    past.restarts = 0
-                if past.restarts == self._max_restarts:
-                    self.failure = f"{name} has ended {past.restarts + 1} times, the last time with: {line}"
+            state = self._states.setdefault(name, _RestartState(started=self._begun))
+            if state.due is None and self._processes.ended_cleanly(name):
+                state.due = now
+                self._on_progress(f"{name} has ended after a signal")
+            elif state.due is None:
+                if now - state.started >= _CALM_S:
+                    state.restarts = 0
+                if state.restarts == self._max_restarts:
+                    self.failure = f"{name} has ended {state.restarts + 1} times, the last time with: {line}"
                     return
-                pause = min(_FIRST_PAUSE_S * 2**past.restarts, _LONGEST_PAUSE_S)
-                past.restarts, past.due = past.restarts + 1, now + pause
-                self._tell(f"{name} has ended: {line}; it is started again in {pause:g} s")
-            elif now >= past.due:
-                past.started, past.due = now, None
+                pause = min(_FIRST_PAUSE_S * 2**state.restarts, _LONGEST_PAUSE_S)
+                state.restarts, state.due = state.restarts + 1, now + pause
+                self._on_progress(f"{name} has ended: {line}; it is started again in {pause:g} s")
+            elif now >= state.due:
+                state.started, state.due = now, None
                 self._processes.restart(name, wait=False)
-                self._tell(f"{name} is started again")
+                self._on_progress(f"{name} is started again")

@@ -135,18 +135,18 @@ class _Candidate:
 
     def answers(self, mode: str) -> Answers:
         if self.server is not None:
-            _say(f"{mode}: {self.server.url}")
+            _print_status(f"{mode}: {self.server.url}")
             return self.server.answers(self.cases, kv_mode=mode if mode in MODES else None)
         if mode in ("push", "pull"):
             side = self.deployment
             if not self.running:
-                _say(f"{mode}: starting {side.prefill} prefill and {side.decode} decode engines")
+                _print_status(f"{mode}: starting {side.prefill} prefill and {side.decode} decode engines")
                 self.running.append(self.undo.enter_context(side.start()))
             found = side.answers(self.running[0], self.cases, mode)
             if side.hands_back:
-                _say(f"{mode}: {found.num_handed_back} prefixes were handed back")
+                _print_status(f"{mode}: {found.num_handed_back} prefixes were handed back")
             return found
-        _say(f"{mode}: one engine in this process")
+        _print_status(f"{mode}: one engine in this process")
         settings = _without_drafter(self.settings) if mode == "single-nospec" else self.settings
         return EngineSide(settings).answers(self.cases)
 
@@ -197,7 +197,7 @@ def verify_command(
         raise ConfigError("turns", "must be 1 with --chat, whose lines are whole conversations")
     texts = {name: value for name, value in asdict(prompts).items() if name != "turns"}
     cases = choose_cases(model, want or have, **texts, params=params)
-    _say(f"reference: {want.url if want else 'one engine in this process'}, {len(cases)} requests")
+    _print_status(f"reference: {want.url if want else 'one engine in this process'}, {len(cases)} requests")
     reference = functools.partial(want.answers, salted=True) if want else EngineSide(settings).answers
     cases, expected = _converse(reference, cases, prompts.turns)
     if prompts.prompts is not None or prompts.chat is not None:
@@ -262,8 +262,8 @@ def _warn_of_bos(cases: Sequence[Case], answers: Answers, bos: int | None, texts
     num = num_doubled([case.prompt_token_ids or seen.prompt_token_ids or () for case, seen in answered], bos)
     if num:
         cure = ": the tokenizer adds it to text that has it; see --no-add-special-tokens" if texts else ""
-        _say(f"warning: {num} of {len(cases)} prompts begin with BOS (token {bos}) twice{cure}")
+        _print_status(f"warning: {num} of {len(cases)} prompts begin with BOS (token {bos}) twice{cure}")
 
 
-def _say(text: str) -> None:
+def _print_status(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

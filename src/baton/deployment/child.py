@@ -45,15 +45,13 @@ def read_rest(pipe: int, pending: bytes) -> list[dict[str, Any]]:
 
 
 class Reporter:
-    """Reports start-up steps to the parent, or to `tell` without a pipe. As a context manager it also reports the
-    `ConfigError` of a failed start.
-
-    A long step is reported every `_AGAIN_S` seconds.
+    """Reports start-up steps to the parent, or to `on_progress` without a pipe; long ones every `_AGAIN_S` seconds.
+    As a context manager it also reports the `ConfigError` of a failed start.
     """
 
-    def __init__(self, ready_fd: int | None, tell: Callable[[str], None]) -> None:
+    def __init__(self, ready_fd: int | None, on_progress: Callable[[str], None]) -> None:
         self._fd = ready_fd
-        self._tell = tell
+        self._on_progress = on_progress
         self._step, self._began, self._repeats = "", 0.0, False
         self._ready = threading.Event()
         if ready_fd is not None:
@@ -66,7 +64,7 @@ class Reporter:
             threading.Thread(target=self._again, daemon=True, name="baton-progress").start()
         self._repeats, self._step, self._began = True, text, time.monotonic()
         if text:
-            self._say(text)
+            self._report(text)
 
     def __enter__(self) -> Reporter:
         return self
@@ -81,11 +79,11 @@ class Reporter:
         while not self._ready.wait(_AGAIN_S):
             took = time.monotonic() - self._began
             if self._step and took >= _AGAIN_S:
-                self._say(f"{self._step}: {took:.0f} s so far")
+                self._report(f"{self._step}: {took:.0f} s so far")
 
-    def _say(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         if self._fd is None:
-            self._tell(text)
+            self._on_progress(text)
         else:
             with contextlib.suppress(OSError):
                 self._write({"progress": text})

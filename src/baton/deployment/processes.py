@@ -61,7 +61,7 @@ class Deployment:
     - `kv_transport`: `file` without a path uses a temporary directory of the deployment.
     - `port`: the first router's. `engine_port_base`: the first engine's. 0, and other routers: free ports.
     - `named`: gives a child's error about a setting the name under which the user gave it.
-    - `tell`: called with each child's progress. `forward`: with a child's name and each line of its log.
+    - `on_progress`: called with each child's progress. `forward`: with a child's name and each line of its log.
     - `shutdown_timeout_s`: for a child that gets a signal. Close the deployment only after its requests have ended.
     - `data_ranks`: data-parallel ranks per engine, by role. Each rank is an engine to the router.
 
@@ -83,7 +83,7 @@ class Deployment:
     port: int = 0
     router: bool = True
     routers: int = 1
-    tell: Callable[[str], None] = lambda text: None
+    on_progress: Callable[[str], None] = lambda text: None
     forward: Callable[[str, LogLine], None] | None = None
     log_format: str = "text"
     command: Sequence[str] | None = None
@@ -279,7 +279,7 @@ class Deployment:
         for report in reports:
             child.note(report)
             if "progress" in report or "ready" in report:
-                self.tell(f"{child.name}: {report.get('progress') or f'ready at {child.url}'}")
+                self.on_progress(f"{child.name}: {report.get('progress') or f'ready at {child.url}'}")
 
 
 def rank_ids(engine_id: str, data_ranks: int) -> list[str]:

@@ -21,7 +21,7 @@ from baton.wire import BATON_PARAM, EngineIdentity, LegParams, LegRole, VllmIden
 _NIXL, _PER_POSITION = "vllm:nixl_", "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 _CACHE = "vllm:cache_config_info"
 _KV_ROLES: Mapping[str, tuple[LegRole, ...]] = {"kv_producer": ("prefill",), "kv_consumer": ("decode",)}
-_NOT_TOLD = (
+_NOT_REPORTED = (
     "does not tell its connector, its role, NIXL back-ends and side channel: start it with VLLM_SERVER_DEV_MODE=1, "
     "where nobody else can reach it"
 )
@@ -61,7 +61,7 @@ async def ask_vllm(client: OpenAIClient, model: Model) -> Server:
         "version": told,
         **_told_settings(info, transfer),
     }
-    not_told = [] if info is not None else [_NOT_TOLD]
+    not_reported = [] if info is not None else [_NOT_REPORTED]
     if identity is None:
         # BatonConnector reports these in its identity.
         drafts = {sample.labels.get("position") for sample in samples if sample.name == _PER_POSITION}
@@ -71,7 +71,7 @@ async def ask_vllm(client: OpenAIClient, model: Model) -> Server:
             "num_speculative_tokens": str(len(drafts)),
             "sampling_defaults": defaults,
         }
-        not_told += [] if defaults is not None else ["does not tell its sampling defaults: --enable-scale-out does"]
+        not_reported += [] if defaults is not None else ["does not tell its sampling defaults: --enable-scale-out does"]
     else:
         settings["num_speculative_tokens"] = str(identity.num_speculative_tokens)
         settings["kv_transport"] = identity.kv_transport or None
@@ -88,7 +88,7 @@ async def ask_vllm(client: OpenAIClient, model: Model) -> Server:
         connector=connector,
         settings={name: printable_line(value) for name, value in settings.items() if value is not None},
         clocks=() if reading is None else (reading,),
-        not_told=tuple(not_told),
+        not_reported=tuple(not_reported),
         page_size=cache.get("block_size"),
     )
 

@@ -54,7 +54,7 @@ class Server:
     - `connector`: "Baton" for its own engines, else the KV connector; None: none is known.
     - `settings`: what must be equal on P and D besides the facts of `identity`, by name. A missing one is not told.
     - `unreached`: control addresses that nothing listens on.
-    - `not_told`: what it does not tell, and how it would.
+    - `not_reported`: what it does not tell, and how it would.
     - `page_size`: in tokens.
     """
 
@@ -72,7 +72,7 @@ class Server:
     settings: Mapping[str, str] = field(default_factory=dict)
     clocks: tuple[Reading, ...] = ()
     unreached: tuple[str, ...] = ()
-    not_told: tuple[str, ...] = ()
+    not_reported: tuple[str, ...] = ()
     page_size: str | None = None
 
     @property

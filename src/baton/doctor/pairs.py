@@ -81,9 +81,9 @@ def _differences(reference: Server, server: Server) -> Iterator[Finding]:
     }
     for name, (theirs, own) in found.items():
         cure = next((cure for start, cure in _CURES if name.startswith(start)), _OTHERWISE)
-        yield Finding(name, server.url, name, _shown(own), f"{reference.url} has {_shown(theirs)}", cure)
+        yield Finding(name, server.url, name, _to_text(own), f"{reference.url} has {_to_text(theirs)}", cure)
 
 
-def _shown(value: object) -> str:
+def _to_text(value: object) -> str:
     text = repr(value) if isinstance(value, str) else str(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]} ..."

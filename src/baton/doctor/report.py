@@ -37,8 +37,8 @@ def checkup_json(checkup: Checkup, findings: Sequence[Finding]) -> dict[str, Any
 
 def notes_of(checkup: Checkup) -> Iterator[str]:
     for server in checkup.servers:
-        for not_told in server.not_told if server.problem is None else ():
-            yield f"{server.url} {not_told}"
+        for not_reported in server.not_reported if server.problem is None else ():
+            yield f"{server.url} {not_reported}"
     if checkup.router is None:
         yield "no handoff was tried: give --router URL"
     elif checkup.trial is None:

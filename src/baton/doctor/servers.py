@@ -20,7 +20,7 @@ _CURES = {
 
 def check_servers(servers: Sequence[Server]) -> Iterator[Finding]:
     for server in servers:
-        yield from _alone(server)
+        yield from _single_server(server)
     usable = [server for server in servers if server.problem is None]
     yield from _kinds(usable)
     if len(usable) == len(servers):  # else some roles are unknown
@@ -31,7 +31,7 @@ def check_servers(servers: Sequence[Server]) -> Iterator[Finding]:
         yield from _clock(server)
 
 
-def _alone(server: Server) -> Iterator[Finding]:
+def _single_server(server: Server) -> Iterator[Finding]:
     if server.problem is not None:
         name, text = server.problem.name, server.problem.text
         yield Finding(name, server.url, "its answer", repr(text), "where an engine's was expected", _CURES[name])

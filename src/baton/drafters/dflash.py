@@ -128,7 +128,7 @@ class DFlash(HeadDrafter):
         raw = read_config(path)
         if raw.get("model_type") not in _LAYERS:
             raise CheckpointError(f"drafter: config.json: model_type is {raw['model_type']!r}, expected qwen3")
-        for section in (raw, _own(raw)):
+        for section in (raw, _flat_config(raw)):
             for name, value in _EXPECTED.items():
                 if section.get(name, value) not in (value, None):
                     raise CheckpointError(f"drafter: config.json: {name} is {section[name]!r}, which is not supported")
@@ -194,7 +194,7 @@ def _renamed(name: str) -> str:
     return name
 
 
-def _own(raw: RawConfig) -> RawConfig:
+def _flat_config(raw: RawConfig) -> RawConfig:
     found = raw.get("dflash_config") or {}
     if not isinstance(found, Mapping):
         raise CheckpointError(f"drafter: config.json: dflash_config is {found!r}, expected an object")
@@ -202,7 +202,7 @@ def _own(raw: RawConfig) -> RawConfig:
 
 
 def _mask_token(raw: RawConfig, vocab_size: int) -> int:
-    token = _own(raw).get("mask_token_id")
+    token = _flat_config(raw).get("mask_token_id")
     if type(token) is not int or not 0 <= token < vocab_size:
         raise CheckpointError(f"drafter: config.json: mask_token_id is {token!r}, expected 0 to {vocab_size - 1}")
     return token
@@ -210,7 +210,7 @@ def _mask_token(raw: RawConfig, vocab_size: int) -> int:
 
 def _aux_layers(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
     """The config's id i means the output of layer i, which enters layer i + 1."""
-    ids = _own(raw).get("target_layer_ids")
+    ids = _flat_config(raw).get("target_layer_ids")
     valid = isinstance(ids, list) and all(type(i) is int and 0 <= i < num_layers for i in ids)
     if not isinstance(ids, list) or not ids or not valid or ids != sorted(set(ids)):
         what = f"expected ascending layers in 0..{num_layers - 1}"
@@ -220,7 +220,7 @@ def _aux_layers(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
 
 def _causal_layers(raw: RawConfig, config: ModelConfig) -> list[bool]:
     """As in vLLM: as configured, else layers with a window."""
-    own = _own(raw)
+    own = _flat_config(raw)
     given = "is_causal" if own.get("is_causal") is not None else "causal"
     found = [get_bool(own, given, window is not None) for window in config.windows]
     if own.get("use_swa") or any(w is not None and not causal for w, causal in zip(config.windows, found, strict=True)):

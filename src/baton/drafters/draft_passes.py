@@ -31,7 +31,9 @@ def draft_passes(
         regions = regions_of(len(batch.positions), batch.pages.bind(requests, batch.positions, batch.query_start))
         if regions is None:
             return None
-        found.append((_noisy(DraftPass(regions, batch.positions, last[going], len(going)), batch, going, 0), going))
+        found.append(
+            (_with_noise(DraftPass(regions, batch.positions, last[going], len(going)), batch, going, 0), going)
+        )
     for step in range(len(found), int(num_drafts.max(initial=0))):
         more = np.flatnonzero(num_drafts[going] > step)
         positions = batch.positions[last[going[more]]] + step
@@ -46,11 +48,11 @@ def draft_passes(
             if regions is None:
                 return None
             one = DraftPass(regions, positions, None, len(going), more)
-        found.append((_noisy(one, batch, going, step), going))
+        found.append((_with_noise(one, batch, going, step), going))
     return found
 
 
-def _noisy(one: DraftPass, batch: DraftBatch, going: IntArray, step: int) -> DraftPass:
+def _with_noise(one: DraftPass, batch: DraftBatch, going: IntArray, step: int) -> DraftPass:
     noise = batch.noise(going, step) if batch.noise is not None else None
     if noise is None:
         return one

@@ -29,7 +29,7 @@ class NGram:
     needs_contexts = True
 
     def __init__(self, least: int, most: int) -> None:
-        self._least, self._most = least, most
+        self._min_n, self._max_n = least, most
 
     @classmethod
     def load(
@@ -55,7 +55,7 @@ class NGram:
 
     def draft(self, batch: DraftBatch, extended: None) -> list[list[int]]:
         return [
-            _follow(context, self._least, self._most)[:num].tolist()
+            _follow(context, self._min_n, self._max_n)[:num].tolist()
             for context, num in zip(batch.contexts, batch.num_drafts.tolist(), strict=True)
         ]
 

@@ -124,9 +124,9 @@ class EngineCore:
             self._queue(request)
 
     def _decline(self, request: Request, error: str) -> None:
-        self._tell(request, True, finish_reason="error", error=error, recoverable=True)
+        self._emit_chunk(request, True, finish_reason="error", error=error, recoverable=True)
 
-    def _tell(self, request: Request, last: bool, **fields: Any) -> None:
+    def _emit_chunk(self, request: Request, last: bool, **fields: Any) -> None:
         self.emit(TokenChunk(request_id=request.request_id, **fields), last)
 
     def _note_arrival(self, request: Request) -> None:
@@ -142,7 +142,7 @@ class EngineCore:
         request.times.step_s_before = self._step_s - self.mailbox.delay_s
         self.legs.open_leg(request)
         if request.role == "prefill":
-            self._tell(request, False, num_cached_tokens=request.prefix_len, window_start=request.window_start)
+            self._emit_chunk(request, False, num_cached_tokens=request.prefix_len, window_start=request.window_start)
 
     def _loaded(self, request: Request, num_tokens: int) -> None:
         self.metrics.num_loaded_tokens += num_tokens
@@ -173,13 +173,13 @@ class EngineCore:
     ) -> None:
         """End a request for another reason than its tokens."""
         self._end(request, reason, error)
-        self._tell(request, True, finish_reason=reason, error=error, recoverable=recoverable)
+        self._emit_chunk(request, True, finish_reason=reason, error=error, recoverable=recoverable)
 
     def _end(self, request: Request, reason: FinishReason | None, error: str | None = None) -> None:
         """All requests end here. `reason`: None for a prefill leg whose request continues on D."""
         if self.requests.get(request.request_id) is request:
             del self.requests[request.request_id]
-        if request.status is not RequestStatus.AWAITING_RELEASE:  # else `_hold` has counted it
+        if request.status is not RequestStatus.AWAITING_RELEASE:  # else `_await_release` has counted it
             self._count(request, reason)
         request.finish_reason = reason
         self.scheduler.remove(request)
@@ -187,7 +187,7 @@ class EngineCore:
         if self.legs is None or not self.legs.abort_leg(request, error):
             self.scheduler.release(request)
 
-    def _hold(self, request: Request) -> None:
+    def _await_release(self, request: Request) -> None:
         self.scheduler.remove(request)
         request.transition(RequestStatus.AWAITING_RELEASE)
         self._count(request, request.finish_reason)
@@ -220,7 +220,7 @@ class EngineCore:
                     has_ended = request.finish_reason is not None
                     self._end(request, request.finish_reason)
                     if not has_ended:
-                        self._tell(request, True)
+                        self._emit_chunk(request, True)
                 case PagesReleased():
                     self.scheduler.release(request)
 

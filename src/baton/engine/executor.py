@@ -107,7 +107,7 @@ class LocalExecutor:
         if choices is None:
             choices = plan.sample_rows if logits_NV is None else choose_tokens(logits_NV, plan.sampling)
         result = StepResult(choices, _on_host(logits_NV, plan.logit_rows), computed.features, computed.scores)
-        self._settle()
+        self._synchronize()
         return result
 
     def _scored(self, plan: StepPlan, output: TargetOutput) -> Iterator[tuple[PromptLogprobRows, Tensor]]:
@@ -152,9 +152,9 @@ class LocalExecutor:
         if group in self.runner.kv:  # else its layers are on other stages
             pages = self.runner.kv[group].pages
             pages[destination].copy_(pages[source])
-            self._settle()
+            self._synchronize()
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         """Wait for the device: the core may declare pages final at once, and transports copy on streams of their
         own.
         """

@@ -85,13 +85,13 @@ class StepRunner:
         Raises a request's error if all requests fail and a trivial one fails too: the engine is broken.
         """
         self._note_starts(scheduled)
-        computed = self._together(scheduled)
+        computed = self._run_batch(scheduled)
         for request, error in computed.failed.items():
             if isinstance(error, NonFiniteLogitsError):
                 self.metrics.num_corrupted += 1
                 # Otherwise prompts with the same prefix would fail even after the cause is gone.
                 self.cache.forget(request.kv)
-        if len(computed.failed) == len(scheduled) and not self._works():
+        if len(computed.failed) == len(scheduled) and not self._can_compute():
             raise next(iter(computed.failed.values()))
         return computed
 

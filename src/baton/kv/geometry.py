@@ -105,7 +105,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             self._check_plane(plane)
         for index, plane in enumerate(self.planes):
             for other in self.planes[:index]:
-                need(self._apart(plane, other), f"planes {other.name!r} and {plane.name!r} overlap")
+                need(self._are_disjoint(plane, other), f"planes {other.name!r} and {plane.name!r} overlap")
         return self
 
     def _need(self, ok: bool, what: str) -> None:
@@ -146,7 +146,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             axes.append((plane.element_stride, plane.head_dim))
         return piece, [axis for axis in axes if axis[1] > 1]
 
-    def _apart(self, one: Plane, other: Plane) -> bool:
+    def _are_disjoint(self, one: Plane, other: Plane) -> bool:
         low, high = sorted((one, other), key=lambda plane: plane.base)
         low_piece, low_axes = self._axes(low)
         high_piece, high_axes = self._axes(high)

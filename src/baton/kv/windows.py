@@ -34,11 +34,11 @@ class WindowPool(PagePool):
                 first -= 1
             if first * size <= needed:
                 pages = [self._by_hash[digest] for digest in known[first:stop]]
-                return PrefixHit([NULL_PAGE] * first + pages, end, self._least(first * size))
+                return PrefixHit([NULL_PAGE] * first + pages, end, self._min_start(first * size))
             stop = first - 1  # that page is missing
         return whole
 
-    def _least(self, first: int) -> int:
+    def _min_start(self, first: int) -> int:
         """The minimum number of tokens after which a request can start with the entries from `first` on."""
         return first + (self._rules.window or 1) - 1 if first else 0
 

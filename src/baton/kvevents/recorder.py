@@ -43,8 +43,8 @@ class EventRecorder:
         extra: list[tuple[Any, ...] | None] | None = [(root.hex(),)] if parent is None and root != ROOT else None
         self._add(
             BlockStored(
-                block_hashes=[_told(own)],
-                parent_block_hash=None if parent is None else _told(parent),
+                block_hashes=[_vllm_hash(own)],
+                parent_block_hash=None if parent is None else _vllm_hash(parent),
                 token_ids=list(tokens[:size]),
                 block_size=size,
                 lora_id=None,
@@ -59,7 +59,7 @@ class EventRecorder:
         )
 
     def removed(self, group: RecordedGroup, own: bytes) -> None:
-        self._add(BlockRemoved(block_hashes=[_told(own)], medium=MEDIUM_GPU, group_idx=group.index))
+        self._add(BlockRemoved(block_hashes=[_vllm_hash(own)], medium=MEDIUM_GPU, group_idx=group.index))
 
     def _add(self, event: KVEvent) -> None:
         if len(self._events) >= self._limit:
@@ -90,7 +90,7 @@ class EventRecorder:
         return found
 
 
-def _told(digest: bytes) -> int:
+def _vllm_hash(digest: bytes) -> int:
     """vLLM's default form of hashes: consumers such as Dynamo's take no bytes."""
     return int.from_bytes(digest, "big") & _HASH_MASK
 

@@ -38,7 +38,7 @@ _OF_PAIR: tuple[tuple[Part, Reference], ...] = (
 )
 
 
-class _Judged(NamedTuple):
+class _Observation(NamedTuple):
     """One request: observed and expected acceptance, for the operator; and an observation in [0, 1] whose mean is at
     least `limit` without a fault.
     """
@@ -49,12 +49,12 @@ class _Judged(NamedTuple):
     limit: float
 
     @classmethod
-    def by_mean(cls, observed: Figures, reference: Figures, share: float) -> _Judged:
+    def by_mean(cls, observed: Figures, reference: Figures, share: float) -> _Observation:
         limit = share * reference.any_accepted
         return cls(observed.first_draft, reference.first_draft, observed.any_accepted, limit)
 
     @classmethod
-    def by_prefill(cls, pair: DraftPair, ratio: float, least: float) -> _Judged:
+    def by_prefill(cls, pair: DraftPair, ratio: float, least: float) -> _Observation:
         """Without a fault, the mean of `later - bound * first` is at least 0, whatever the prompts."""
         bound = EXPECTED_SHARE * least
         tested, limit = (pair.later - bound * pair.first + bound) / (1.0 + bound), bound / (1.0 + bound)
@@ -69,13 +69,13 @@ class _Comparison:
     observed: float = 0.0
     expected: float = 0.0
 
-    def observe(self, judged: _Judged) -> bool:
+    def observe(self, observation: _Observation) -> bool:
         """Returns whether an alarm has begun or ended."""
         before = self.alarmed
         weight = 1 / min(self.num_compared + 1, _SHOWN)
-        self.observed += weight * (judged.observed - self.observed)
-        self.expected += weight * (judged.expected - self.expected)
-        self.detector.observe(judged.tested, judged.limit)
+        self.observed += weight * (observation.observed - self.observed)
+        self.expected += weight * (observation.expected - self.expected)
+        self.detector.observe(observation.tested, observation.limit)
         return self.alarmed != before
 
     @property
@@ -169,26 +169,26 @@ class AcceptanceAlarms:
         if len(self._watched) > _MAX_SUBJECTS:
             del self._watched[next(iter(self._watched))]
         for comparison in comparisons:
-            judged = self._judge(comparison, subject, sample, pair)
-            if judged is not None and comparison.observe(judged):
+            observation = self._observation(comparison, subject, sample, pair)
+            if observation is not None and comparison.observe(observation):
                 alarm = _alarm(subject, comparison)
                 if comparison.alarmed:
                     logger.warning("%s", alarm.describe())
                 else:
                     logger.info("acceptance of %s is normal again", alarm.suspect)
 
-    def _judge(
+    def _observation(
         self, comparison: _Comparison, subject: Subject, sample: Sample, pair: DraftPair | None
-    ) -> _Judged | None:
+    ) -> _Observation | None:
         """None if the request lacks the part, or something to compare it with."""
         if comparison.reference == "prefill_drafts":
             ratio = None if pair is None else self._expected.ratio(without=subject.decode)
-            return None if pair is None or ratio is None else _Judged.by_prefill(pair, *ratio)
+            return None if pair is None or ratio is None else _Observation.by_prefill(pair, *ratio)
         observed = sample.parts[comparison.part]
         reference = None if observed is None else self._reference(comparison, subject, sample)
         if observed is None or reference is None:
             return None
-        return _Judged.by_mean(observed, reference, OWN_SHARE if comparison.reference == "itself" else SHARE)
+        return _Observation.by_mean(observed, reference, OWN_SHARE if comparison.reference == "itself" else SHARE)
 
     def _reference(self, comparison: _Comparison, subject: Subject, sample: Sample) -> Figures | None:
         part, pool = comparison.part, self._pool(sample.group.route)

@@ -9,7 +9,7 @@ from baton.openai.format import Json
 from baton.openai.http.api_errors import ApiError, to_api_error
 from baton.openai.output import ChoiceOutput, Delta
 from baton.openai.plan import Plan
-from baton.openai.service import Begun, OpenAIService
+from baton.openai.service import OpenAIService, StartedStream
 
 
 class ChatAnswer(Protocol):
@@ -37,7 +37,7 @@ async def respond_as_chat(
     if plan.stream:
         events = _events(service, plan, outputs, answer)
         # A refusal must set the HTTP status.
-        return await Begun.of(events)
+        return await StartedStream.of(events)
     async with service.running(plan, outputs) as deltas:
         async for _, delta in deltas:
             for _event in answer.push(delta):

@@ -119,5 +119,5 @@ def _message(index: int, message: ChatMessage) -> dict[str, Any]:
     if message.tool_calls:
         if message.role != "assistant":
             raise RequestError("tool_calls are in messages of the assistant", f"messages[{index}].tool_calls")
-        out["tool_calls"] = [call.shown() for call in message.tool_calls]
+        out["tool_calls"] = [call.for_template() for call in message.tool_calls]
     return out

@@ -116,18 +116,18 @@ def streamed_usage(plan: Plan, outputs: Sequence[ChoiceOutput]) -> Json:
 def is_visible(plan: Plan, delta: Delta) -> bool:
     if delta.finish_reason is not None or plan.reader is None:
         return bool(delta.text or delta.finish_reason)
-    return any(plan.tells_reasoning or not isinstance(event, Reasoning) for event in delta.events)
+    return any(plan.returns_reasoning or not isinstance(event, Reasoning) for event in delta.events)
 
 
 def _finish_reason(plan: Plan, output: ChoiceOutput, reason: FinishReason | None) -> str | None:
-    return "tool_calls" if reason == "stop" and output.calls and plan.tells_calls else reason
+    return "tool_calls" if reason == "stop" and output.calls and plan.returns_calls else reason
 
 
 def _message(plan: Plan, output: ChoiceOutput) -> Json:
     if plan.reader is None:
         return {"content": output.text}
     message: Json = {"content": output.content or (None if output.calls else "")}
-    if plan.tells_reasoning and output.reasoning:
+    if plan.returns_reasoning and output.reasoning:
         # Names of DeepSeek and of vLLM.
         message["reasoning_content"] = message["reasoning"] = output.reasoning
     if output.calls:
@@ -148,7 +148,7 @@ def _delta(plan: Plan, delta: Delta, output: ChoiceOutput) -> Json:
         if isinstance(event, Content):
             found["content"] = found.get("content", "") + event.text
         elif isinstance(event, Reasoning):
-            if plan.tells_reasoning:
+            if plan.returns_reasoning:
                 found["reasoning_content"] = found["reasoning"] = found.get("reasoning", "") + event.text
         else:
             call = calls.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})

@@ -44,7 +44,7 @@ class Plan:
     - `grammar_field`: the request field with the grammar.
     - `echo`: the response begins with the prompt.
     - `reader`: makes the parser of a choice; None: all text is content. `spelt`: special tokens that it must see.
-    - `tells_calls`: the finish reason of a response with calls is "tool_calls".
+    - `returns_calls`: the finish reason of a response with calls is "tool_calls".
     """
 
     id: str
@@ -65,8 +65,8 @@ class Plan:
     prompt_logprobs: int | None = None
     reader: Callable[[], Parser] | None = None
     spelt: frozenset[int] = frozenset()
-    tells_calls: bool = True
-    tells_reasoning: bool = True
+    returns_calls: bool = True
+    returns_reasoning: bool = True
 
 
 def plan_completion(request: CompletionRequest, model: ServedModel) -> Plan:
@@ -91,7 +91,7 @@ def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PA
     model = check_model(request.model, model)
     variables = template_variables(request, model)
     tools = CheckedTools.of(request.tools, request.tool_choice, request.parallel_tool_calls)
-    text = chat_text(request, request.messages, variables, tools.shown(), model)
+    text = chat_text(request, request.messages, variables, tools.for_template(), model)
     asked, param = request.max_completion_tokens, "max_completion_tokens"
     if asked is None:
         asked, param = request.max_tokens, "max_tokens"
@@ -112,8 +112,8 @@ def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PA
     # The call of a named function has finish reason "stop", as in vLLM and OpenAI's API.
     told = not isinstance(tools.choice, NamedChoice)
     spelt = model.tokenizer.special_tokens_of(tools.markers(parsing, constrained))
-    tells_reasoning = request.include_reasoning is not False
-    return replace(plan, reader=reader, spelt=spelt, tells_calls=told, tells_reasoning=tells_reasoning)
+    returns_reasoning = request.include_reasoning is not False
+    return replace(plan, reader=reader, spelt=spelt, returns_calls=told, returns_reasoning=returns_reasoning)
 
 
 def _within_reasoning(request: ChatRequest, text: str) -> bool | None:

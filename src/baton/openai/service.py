@@ -114,7 +114,7 @@ class OpenAIService:
         if plan.stream:
             events = self._events(plan, outputs)
             # A refusal must set the HTTP status.
-            return await Begun.of(events)
+            return await StartedStream.of(events)
         async with self.running(plan, outputs) as deltas:
             async for _ in deltas:
                 pass
@@ -207,7 +207,7 @@ def _call_on(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
         loop.call_soon_threadsafe(call)
 
 
-class Begun(AsyncGenerator[T, None]):
+class StartedStream(AsyncGenerator[T, None]):
     """A generator whose first item is already there."""
 
     def __init__(self, first: T, rest: AsyncGenerator[T, None]) -> None:
@@ -215,7 +215,7 @@ class Begun(AsyncGenerator[T, None]):
         self._rest = rest
 
     @classmethod
-    async def of(cls, items: AsyncGenerator[T, None]) -> Begun[T]:
+    async def of(cls, items: AsyncGenerator[T, None]) -> StartedStream[T]:
         return cls(await anext(items), items)
 
     def __anext__(self) -> Coroutine[Any, Any, T]:

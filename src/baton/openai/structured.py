@@ -51,7 +51,7 @@ def structured_params(
     if found is not None and structured is not None:
         raise RequestError("response_format and structured_outputs exclude each other", FIELD)
     if structured is not None:
-        params, field = _own(structured), FIELD
+        params, field = _to_params(structured), FIELD
     elif found is None:
         return None, FIELD
     elif found.type == "json_object":
@@ -74,7 +74,7 @@ def with_field_name(error: RequestError, field: str) -> RequestError:
     return RequestError(f"{field}: {error}", field) if error.param == FIELD else error
 
 
-def _own(structured: StructuredOutputs) -> StructuredOutputsParams:
+def _to_params(structured: StructuredOutputs) -> StructuredOutputsParams:
     schema = structured.json
     if structured.json_object:
         if schema is not None:

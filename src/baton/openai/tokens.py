@@ -28,7 +28,10 @@ def tokenize(body: bytes, model: ServedModel) -> dict[str, object]:
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("exactly one of prompt and messages is needed", "prompt")
     if request.messages is not None:
-        tools, variables = CheckedTools.of(request.tools, None, None).shown(), dict(request.chat_template_kwargs or {})
+        tools, variables = (
+            CheckedTools.of(request.tools, None, None).for_template(),
+            dict(request.chat_template_kwargs or {}),
+        )
         ids = list(chat_prompt(chat_text(request, request.messages, variables, tools, model), request, model))
     else:
         ids = list(encode_text(request.prompt or "", model, request.add_special_tokens is not False, "prompt"))

@@ -60,7 +60,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
     id: str | None = None
     type: Literal["function"] = "function"
 
-    def shown(self) -> dict[str, Any]:
+    def for_template(self) -> dict[str, Any]:
         """The call for a template, with `arguments` as an object. As in vLLM, invalid arguments, which the model wrote,
         count as empty."""
         arguments = self.function.arguments or {}
@@ -119,8 +119,8 @@ class CheckedTools:
         default: ToolChoice = "auto" if tools else "none"
         return cls(tools, (choice or default) if tools else "none", parallel is not False)
 
-    def shown(self) -> list[dict[str, Any]] | None:
-        return [_shown(tool) for tool in self.tools] or None
+    def for_template(self) -> list[dict[str, Any]] | None:
+        return [_for_template(tool) for tool in self.tools] or None
 
     def grammar(self) -> StructuredOutputsParams | None:
         """The grammar of a required call: as in vLLM, a list of `{"name", "parameters"}`, or the named function's
@@ -204,7 +204,7 @@ def _calls(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
     return schema | ({"$defs": definitions} if definitions else {})
 
 
-def _shown(tool: Tool) -> dict[str, Any]:
+def _for_template(tool: Tool) -> dict[str, Any]:
     """A tool without unset fields, in OpenAI's order, as templates show it. The schema is unchanged: it may contain
     null as a default."""
     told = msgspec.structs.asdict(tool.function)

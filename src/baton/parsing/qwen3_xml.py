@@ -50,10 +50,10 @@ class Qwen3XmlParser(MarkedParser):
 
     def _read(self, text: str, events: list[ParsedEvent]) -> str | None:
         if self._where == "inside":
-            return self._inside(text, events)
-        return self._bare(text, events) if self._lead == _BARE else self._function(text, events)
+            return self._in_call(text, events)
+        return self._unwrapped_call(text, events) if self._lead == _BARE else self._function(text, events)
 
-    def _bare(self, text: str, events: list[ParsedEvent]) -> str | None:
+    def _unwrapped_call(self, text: str, events: list[ParsedEvent]) -> str | None:
         """`<function=` without `<tool_call>` is a call only if it names one of the tools."""
         name = _NAME.match(text)
         if name is not None and name.end() == len(text) and len(text) <= _MAX_NAME:
@@ -83,7 +83,7 @@ class Qwen3XmlParser(MarkedParser):
         self._name, self._keys, self._where = name, set(), "inside"
         events.append(CallDelta(self._count, self._name, "{"))
 
-    def _inside(self, text: str, events: list[ParsedEvent]) -> str | None:
+    def _in_call(self, text: str, events: list[ParsedEvent]) -> str | None:
         if ">" not in text:
             return None
         found = _PARAMETER.match(text)

@@ -49,7 +49,7 @@ DEFAULT_NEAR_TIE = 0.1
 _FAILURES = sorted({*REASONS, *CODE_BY_ERROR.values(), reason_label("")})
 
 
-class _Joining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _NewEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     url: str
     role: Role
 
@@ -58,11 +58,10 @@ class _Known(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     url: str
 
 
-class _Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """For requests without parameters."""
+class _NoParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True): ...
 
 
-T = TypeVar("T", _Joining, _Known, _Nothing)
+T = TypeVar("T", _NewEngine, _Known, _NoParameters)
 
 
 async def build_app(config: RouterConfig) -> web.Application:
@@ -116,7 +115,7 @@ async def build_app(config: RouterConfig) -> web.Application:
     changes = _changes(pool)
     _add_router_routes(app, backend, Admin(config.admin_token, config.host_names), changes, siblings)
     if siblings is not None:
-        app.cleanup_ctx.append(lambda _: _beside(siblings, metrics, backend, changes))
+        app.cleanup_ctx.append(lambda _: _serve_siblings(siblings, metrics, backend, changes))
     app.cleanup_ctx.append(lambda _: _lifetime(session, backend, tracer))
     if services:
         discovery = Discovery(pool, services)
@@ -189,7 +188,7 @@ async def _lifetime(
         await asyncio.to_thread(tracer.close)
 
 
-async def _beside(
+async def _serve_siblings(
     siblings: Siblings, metrics: FrontMetrics, backend: RouterBackend, changes: dict[str, Change]
 ) -> AsyncIterator[None]:
     def members() -> list[Member]:
@@ -204,7 +203,7 @@ def _changes(pool: EnginePool) -> dict[str, Change]:
     """Changes of a pool, by the last part of a request's path."""
 
     async def add(body: bytes) -> object:
-        asked = _decode(body, _Joining)
+        asked = _decode(body, _NewEngine)
         return describe_engine(await pool.add(asked.url, asked.role), None)
 
     async def remove(body: bytes) -> object:
@@ -214,7 +213,7 @@ def _changes(pool: EnginePool) -> dict[str, Change]:
         return describe_engine(pool.drain(_decode(body, _Known).url), None)
 
     async def rebind(body: bytes) -> object:
-        _decode(body, _Nothing)
+        _decode(body, _NoParameters)
         await pool.rebind()
         return None
 
@@ -262,7 +261,7 @@ def _add_router_routes(
         async with request.app[BODIES].read(request) as body:
             answer = json_response(await changes[name](body))
             if siblings is not None:
-                await siblings.tell(name, body)
+                await siblings.broadcast(name, body)
         return answer
 
     add_health(app, health)

@@ -47,7 +47,7 @@ class ConcurrencyLimit:
         mine, tenant, now = asyncio.Event(), standing.tenant, asyncio.get_running_loop().time
         self._queue.push(mine, standing)
         if not self._may_run(mine):
-            await self._turn(mine, tenant)
+            await self._wait_turn(mine, tenant)
         self._queue.take(now())
         self._count(1)
         self._wake()
@@ -83,7 +83,7 @@ class ConcurrencyLimit:
         if self._has_room() and (first := self._queue.next()) is not None:
             first.set()
 
-    async def _turn(self, mine: asyncio.Event, tenant: str) -> None:
+    async def _wait_turn(self, mine: asyncio.Event, tenant: str) -> None:
         loop = asyncio.get_running_loop()
         try:
             self._queue.check(tenant, loop.time())

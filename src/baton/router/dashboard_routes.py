@@ -35,7 +35,7 @@ def add_dashboard(
         told = {
             **state,
             **recent.describe(time.monotonic()),
-            "engines": [_shown(engine) for engine in state["engines"]],
+            "engines": [_without_facts(engine) for engine in state["engines"]],
             "model": _model(backend),
             "version": __version__,
             "admin": admin_enabled,
@@ -86,7 +86,7 @@ async def _page(request: web.Request) -> web.StreamResponse:
     return web.Response(text=made.html, content_type="text/html", headers=headers)
 
 
-def _shown(engine: Status) -> Status:
+def _without_facts(engine: Status) -> Status:
     """Without the engine's facts, which are kilobytes."""
     info = engine["info"]
     return {**engine, "info": None if info is None else {"engine_id": info.engine_id}}

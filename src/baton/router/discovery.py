@@ -58,7 +58,7 @@ class Discovery:
         self._found: dict[Service, set[str]] = {service: set() for service in services}  # URLs that joined
         self._problems: dict[str, str] = {}  # by name or URL; each is logged once
 
-    async def look(self) -> None:
+    async def resolve_all(self) -> None:
         for service in self._services:
             name = f"{service.host}:{service.port}"
             try:
@@ -74,7 +74,7 @@ class Discovery:
 
         async def forever() -> None:
             while True:
-                await self.look()
+                await self.resolve_all()
                 await asyncio.sleep(LOOK_UP_S)
 
         task = asyncio.create_task(forever())

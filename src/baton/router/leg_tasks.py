@@ -53,7 +53,7 @@ class LegWatch:
         """Called once, even without `begin`. `error` None: the leg ended well, or was closed."""
 
 
-class _FirstToken(LegWatch):
+class _StartAfterFirstToken(LegWatch):
     """The first chunk or the end of the prefill leg starts the decode leg, which waits at most `wait_s`."""
 
     def __init__(self, wait_s: float) -> None:
@@ -71,10 +71,10 @@ class _FirstToken(LegWatch):
         self._came.set()
 
 
-class _Second(LegWatch):
+class _SendAfterPrefill(LegWatch):
     """Makes the decode leg wait until the prefill leg's request is sent."""
 
-    def __init__(self, first: _FirstToken | None) -> None:
+    def __init__(self, first: _StartAfterFirstToken | None) -> None:
         self._first = first
 
     async def begin(self) -> None:
@@ -92,9 +92,9 @@ def start_legs(
     """The tasks put chunks and ends into `items`."""
     own = {leg: list(watches.get(leg, ())) for leg in legs}
     if len(legs) > 1:
-        first = None if first_token_wait_s is None else _FirstToken(first_token_wait_s)
+        first = None if first_token_wait_s is None else _StartAfterFirstToken(first_token_wait_s)
         own["prefill"] += [] if first is None else [first]
-        own["decode"].insert(0, _Second(first))
+        own["decode"].insert(0, _SendAfterPrefill(first))
     return {leg: asyncio.create_task(_read(leg, source, items, own[leg])) for leg, source in legs.items()}
 
 

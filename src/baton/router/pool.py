@@ -87,7 +87,7 @@ class EnginePool:
             raise RequestError(f"{url} is an engine of this router already", "url")
         engine = PooledEngine(self._new_client(self._session, url, self.timers, role), role)
         if self.loads is not None:
-            engine.on_load = self.loads.tell
+            engine.on_load = self.loads.publish
         try:
             await self._identify(engine)
         except BatonError as error:
@@ -109,7 +109,7 @@ class EnginePool:
         if engine is None:
             raise RequestError(f"{url} is not an engine of this router", "url")
         logger.info("engine %s is removed; %d legs on it go on", engine.url, engine.num_inflight)
-        self._part(engine)
+        self._watch_until_idle(engine)
         return engine
 
     def drain(self, url: str) -> PooledEngine:
@@ -123,18 +123,18 @@ class EnginePool:
             engine.evict(EngineLostError(f"engine {engine.url} is drained in a hurry"))
         engine.draining = engine.leaving = True
         if not engine.num_inflight:
-            self._left(engine)
+            self._remove_now(engine)
         else:
-            engine.when_idle = lambda: self._left(engine)
+            engine.when_idle = lambda: self._remove_now(engine)
         return engine
 
-    def _left(self, engine: PooledEngine) -> None:
+    def _remove_now(self, engine: PooledEngine) -> None:
         if self._engines.get(engine.url) is engine:
             del self._engines[engine.url]
             logger.info("engine %s has left", engine.url)
-        self._part(engine)
+        self._watch_until_idle(engine)
 
-    def _part(self, engine: PooledEngine) -> None:
+    def _watch_until_idle(self, engine: PooledEngine) -> None:
         """Watch a removed engine while it has legs. A request already routed may still add one."""
         self.readers.stop(engine.url)
         engine.leaving = True

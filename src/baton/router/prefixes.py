@@ -110,7 +110,7 @@ class KnownPrefixes:
         expiry_s: float = EXPIRY_S,
     ) -> None:
         self._step, self._clock, self._expiry_s = step, clock, expiry_s
-        self._most = (kv_tokens or _DEFAULT_TOKENS) // BLOCK_TOKENS if step else 0
+        self._max_blocks = (kv_tokens or _DEFAULT_TOKENS) // BLOCK_TOKENS if step else 0
         self._blocks: OrderedDict[bytes, float] = OrderedDict()
 
     def num_tokens(self, prompt: PromptBlocks) -> int:
@@ -123,13 +123,13 @@ class KnownPrefixes:
 
     def learn(self, prompt: PromptBlocks) -> None:
         """A prompt's first blocks are evicted last."""
-        if not self._most:
+        if not self._max_blocks:
             return
         now = self._clock()
-        for block in reversed(prompt.chain()[: self._most]):
+        for block in reversed(prompt.chain()[: self._max_blocks]):
             self._blocks[block] = now
             self._blocks.move_to_end(block)
-        while len(self._blocks) > self._most:
+        while len(self._blocks) > self._max_blocks:
             self._blocks.popitem(last=False)
 
     def forget(self, prompt: PromptBlocks) -> None:

@@ -135,7 +135,7 @@ class RouterBackend:
                                 yield new
                     return
                 except TokenMismatch as mismatch:
-                    await self._settle(progress, route, mismatch)
+                    await self._resolve_mismatch(progress, route, mismatch)
                 except LegFailed as failed:
                     await self._recover(progress, route, rest, failed, num_known)
                 except ProtocolError as error:
@@ -157,7 +157,7 @@ class RouterBackend:
             self.decisions.took(route.why)
         return route
 
-    async def _settle(self, progress: RequestProgress, route: Route, mismatch: TokenMismatch) -> None:
+    async def _resolve_mismatch(self, progress: RequestProgress, route: Route, mismatch: TokenMismatch) -> None:
         """At a near-tie, let the decode engine continue from the client's tokens, else raise `mismatch`."""
         if route.prefill is None or not await self._is_near_tie(progress.joined, mismatch, route.prefill):
             self.failures[mismatch.reason] += 1
@@ -189,7 +189,7 @@ class RouterBackend:
             await self.pool.refresh(lost)
         if not full:
             progress.fruitless = 1 if len(joined.token_ids) > num_known else progress.fruitless + 1
-        rung = _rung(failed, bool(joined.token_ids))
+        rung = _next_recovery(failed, bool(joined.token_ids))
         if rung is None or not allows_recovery(self._recovery, rung) or progress.fruitless >= MAX_ATTEMPTS:
             raise error
         if joined.token_ids and not self._connector.can_resume(joined.request.sampling_params):
@@ -267,7 +267,7 @@ class RouterBackend:
             self.num_active_handoffs -= 1
             self.handoffs[outcome] += 1
             if legs.on_end is not None:
-                self._do(functools.partial(legs.on_end, outcome), self.pool.timers.tell)
+                self._run_in_background(functools.partial(legs.on_end, outcome), self.pool.timers.tell)
 
     @contextlib.asynccontextmanager
     async def _joining(
@@ -312,9 +312,9 @@ class RouterBackend:
             async with contextlib.aclosing(leg):
                 await _exhaust(leg)
 
-        self._do(drain, self.pool.timers.drain)
+        self._run_in_background(drain, self.pool.timers.drain)
 
-    def _do(self, work: Callable[[], Coroutine[Any, Any, None]], limit_s: float) -> None:
+    def _run_in_background(self, work: Callable[[], Coroutine[Any, Any, None]], limit_s: float) -> None:
         """Run `work` in the background, ignoring failures and timeouts."""
 
         async def bounded() -> None:
@@ -327,7 +327,7 @@ class RouterBackend:
         task.add_done_callback(self._background.discard)
 
 
-def _rung(failed: LegFailed, any_sent: bool) -> Recovery | None:
+def _next_recovery(failed: LegFailed, any_sent: bool) -> Recovery | None:
     """The rung of recovery to try; None if no other attempt can succeed."""
     if isinstance(failed.error, RequestError):
         return None

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from baton.errors import OverloadedError
 from baton.router.hand_back import HandBack, HandBacks
-from baton.router.policies import Asked, Policies, PolicyConfig
+from baton.router.policies import EngineNeeds, Policies, PolicyConfig
 from baton.router.policies.base import cost
 from baton.router.pool import EnginePool
 from baton.router.pooled_engine import Charge, PooledEngine
@@ -94,7 +94,7 @@ class Routes:
         hand_backs: HandBacks | None = None,
     ) -> None:
         self._pool, self._policies = pool, policies
-        self._most = max_local_prefill_length
+        self._max_local = max_local_prefill_length
         self._hand_backs = hand_backs
 
     @property
@@ -120,50 +120,52 @@ class Routes:
             engines = _Engines(of("prefill"), of("decode"), of("both"), bool(tried) or request.num_known > 0)
             backs = self._hand_backs if self._hand_backs is not None and self._hand_backs.enabled else None
             elsewhere = backs.held(prompt, usable) if backs else 0
-            route = self._among(request, Asked(prompt, session, elsewhere=elsewhere), engines, hand_off)
+            route = self._choose_route(request, EngineNeeds(prompt, session, elsewhere=elsewhere), engines, hand_off)
             if route is not None and route.prefill is not None and backs is not None:
                 route = replace(route, hand_back=backs.choose(prompt, route.prefill, usable))
             if route is not None:
                 return self._charged(route, prompt)
         return None
 
-    def _among(self, request: GenerateRequest, asked: Asked, engines: _Engines, hand_off: bool) -> Route | None:
-        take, prefill, decode, both = self._take, engines.prefill, engines.decode, engines.both
+    def _choose_route(
+        self, request: GenerateRequest, needs: EngineNeeds, engines: _Engines, hand_off: bool
+    ) -> Route | None:
+        take, prefill, decode, both = self._choose_engine, engines.prefill, engines.decode, engines.both
         if request.sampling_params.prompt_logprobs is not None and (some := prefill or both or decode):
             # One engine must compute the whole prompt.
-            return Route("scored", take(asked, engines.free(some)))
+            return Route("scored", take(needs, engines.free(some)))
         if prefill and decode:
             free = engines.free(decode)
-            chosen = take(replace(asked, receives=True), free)
-            local = None if hand_off or not self._most else self._local(asked, free, chosen, prefill)
-            return local or Route("handed_off", chosen, take(replace(asked, decodes=False), engines.free(prefill)))
+            chosen = take(replace(needs, receives=True), free)
+            local = None if hand_off or not self._max_local else self._local(needs, free, chosen, prefill)
+            return local or Route("handed_off", chosen, take(replace(needs, decodes=False), engines.free(prefill)))
         if both:
-            return Route("both_roles", take(asked, engines.free(both)))
+            return Route("both_roles", take(needs, engines.free(both)))
         if decode:
-            return Route("no_prefill_engine", take(asked, engines.free(decode)))
-        return Route("no_decode_engine", take(asked, engines.free(prefill))) if prefill else None
+            return Route("no_prefill_engine", take(needs, engines.free(decode)))
+        return Route("no_decode_engine", take(needs, engines.free(prefill))) if prefill else None
 
-    def _take(self, asked: Asked, among: Sequence[PooledEngine]) -> PooledEngine:
-        return self._policies.of(among[0].role).choose(asked, among)
+    def _choose_engine(self, needs: EngineNeeds, among: Sequence[PooledEngine]) -> PooledEngine:
+        return self._policies.of(among[0].role).choose(needs, among)
 
     def _local(
-        self, asked: Asked, decode: Sequence[PooledEngine], chosen: PooledEngine, prefill: Sequence[PooledEngine]
+        self, needs: EngineNeeds, decode: Sequence[PooledEngine], chosen: PooledEngine, prefill: Sequence[PooledEngine]
     ) -> Route | None:
-        if len(asked.prompt.tokens) <= self._most:
+        if len(needs.prompt.tokens) <= self._max_local:
             return Route("short", chosen)
-        limit = max(self._most, self._turn_limit(asked, prefill))
-        config, held = self._policies.config, [engine for engine in decode if asked.uncached(engine) <= limit]
+        limit = max(self._max_local, self._turn_limit(needs, prefill))
+        config, held = self._policies.config, [engine for engine in decode if needs.uncached(engine) <= limit]
         if not held:
             return None
-        handoff = cost(replace(asked, receives=True), chosen, config)
-        handoff += min(cost(replace(asked, decodes=False), engine, config) for engine in prefill)
-        best = min(held, key=lambda engine: (cost(asked, engine, config), engine is not chosen, engine.order))
+        handoff = cost(replace(needs, receives=True), chosen, config)
+        handoff += min(cost(replace(needs, decodes=False), engine, config) for engine in prefill)
+        best = min(held, key=lambda engine: (cost(needs, engine, config), engine is not chosen, engine.order))
         is_near = best.all_inflight <= chosen.all_inflight + _SLACK_LEGS
-        if not is_near and cost(asked, best, config) > handoff:
+        if not is_near and cost(needs, best, config) > handoff:
             return None
         return Route("cached", best, max_prefill_tokens=limit)
 
-    def _turn_limit(self, asked: Asked, prefill: Sequence[PooledEngine]) -> int:
+    def _turn_limit(self, needs: EngineNeeds, prefill: Sequence[PooledEngine]) -> int:
         """How many tokens a decode engine that holds the rest may compute, because prefill engines lack earlier answers
         and would compute many more.
         """
@@ -171,10 +173,10 @@ class Routes:
         if not config.max_turn_prefill_length:
             return 0
         least = min(
-            asked.uncached(engine) - asked.handed_back(engine, config) + engine.all_queued_tokens for engine in prefill
+            needs.uncached(engine) - needs.handed_back(engine, config) + engine.all_queued_tokens for engine in prefill
         )
         limit = min(config.max_turn_prefill_length, int(least / max(config.turn_ratio, 1.0)))
-        return limit if limit < len(asked.prompt.tokens) else 0
+        return limit if limit < len(needs.prompt.tokens) else 0
 
     def _charged(self, route: Route, prompt: PromptBlocks) -> Route:
         """The computing engine will hold the prompt: count it for the next request."""
@@ -190,7 +192,7 @@ class Routes:
     @property
     def _learns(self) -> bool:
         hands_back = self._hand_backs is not None and self._hand_backs.enabled
-        return bool(self._most) or self._policies.uses_prefixes or hands_back
+        return bool(self._max_local) or self._policies.uses_prefixes or hands_back
 
     def served(self, route: Route, request: GenerateRequest, output: Sequence[int]) -> None:
         """The decode engine now holds the KV of the request and its `output`, except for the last token."""

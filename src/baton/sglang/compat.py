@@ -85,7 +85,7 @@ def data_rank() -> int | None:
     return int(parallel.attn_dp_rank) if int(parallel.attn_dp_size) > 1 else None
 
 
-def least(values: list[int], group: Any) -> list[int]:
+def all_reduce_min(values: list[int], group: Any) -> list[int]:
     """Collective over `group`."""
     import torch
     import torch.distributed as dist
@@ -125,17 +125,17 @@ def metadata_rows(args: Any) -> MetadataRows:
     return MetadataRows(tuple(args.aux_data_ptrs), tuple(args.aux_item_lens), tuple(args.aux_data_lens))
 
 
-def settle_of(server: Any) -> Callable[[], None]:
+def synchronizer(server: Any) -> Callable[[], None]:
     """Waits until the device has finished its queued work."""
     if server.device == "cpu":
         return lambda: None
 
-    def settle() -> None:
+    def synchronize() -> None:
         import torch
 
         torch.cuda.synchronize()
 
-    return settle
+    return synchronize
 
 
 def facts(scheduler: Any, args: Any, version: str) -> dict[str, str]:

@@ -66,7 +66,7 @@ def agree(pollers: Sequence[Any], group: Any) -> None:
     """Let the tensor ranks of `group` agree on the phases to report next. Collective."""
     ours = [each for each in pollers if isinstance(each, BatonKVSender | BatonKVReceiver)]
     if ours and (backend := ours[0].kv_mgr.backend).num_ranks > 1:
-        backend.legs.agree([each.leg for each in ours], lambda values: compat.least(values, group))
+        backend.legs.agree([each.leg for each in ours], lambda values: compat.all_reduce_min(values, group))
 
 
 class BatonKVSender(CommonKVSender):

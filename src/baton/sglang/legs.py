@@ -83,13 +83,13 @@ class RankLegs:
         self,
         layout: BufferLayout,
         redeemer: Redeemer,
-        settle: Callable[[], None] = lambda: None,
+        synchronize: Callable[[], None] = lambda: None,
         abort_timeout: float = ABORT_TIMEOUT_S,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._layout = layout
         self._redeemer = redeemer
-        self._settle = settle
+        self._synchronize = synchronize
         self._abort_timeout = abort_timeout
         self._events: queue.SimpleQueue[ev.HandoffEvent] = queue.SimpleQueue()
         self._legs: dict[AttemptKey, RankLeg] = {}
@@ -163,7 +163,7 @@ class RankLegs:
         self.scheduled(leg)
         leg.pages.extend(pages.all)
         leg.num_sent += num_tokens
-        self._settle()
+        self._synchronize()
         key, final = leg.ticket.key, self._layout.final(leg.num_tokens, leg.num_sent)
         tables = self._layout.tables(leg.num_tokens, replace(pages, all=leg.pages))
         self.agent.declare_final(key, leg.num_tokens, tables, final)
@@ -191,7 +191,7 @@ class RankLegs:
             leg.why = "the decode server's prefix hit covers the whole prompt, and the drafter's last entry must move"
             self.abort(leg)
             return
-        self._settle()
+        self._synchronize()
         leg.opened, leg.phase = True, "moving"
         table = [NULL_PAGE] * (hit // self._layout.page_size) + list(pages.all)
         tables = self._layout.tables(leg.num_tokens, replace(pages, all=table))

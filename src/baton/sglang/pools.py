@@ -49,11 +49,11 @@ def buffers(args: Any, pools: RankPools) -> list[KvBuffer]:
     for index, kind in enumerate(args.state_types):
         places = _places(args.state_data_ptrs[index], args.state_data_lens[index], args.state_item_lens[index])
         name = str(kind.value)
-        if name == "swa" and _is(target, "SWAKVPool") and pools.window is not None:
+        if name == "swa" and _is_exactly(target, "SWAKVPool") and pools.window is not None:
             found += _attention(places, target.swa_kv_pool, "target", pools, pools.window + 1)
-        elif name == "mamba" and _is(target, "HybridLinearKVPool"):
+        elif name == "mamba" and _is_exactly(target, "HybridLinearKVPool"):
             found += _states(places, pools, args.state_conv_shard_groups[index])
-        elif name == "dsa" and _is(target, "DSATokenToKVPool"):
+        elif name == "dsa" and _is_exactly(target, "DSATokenToKVPool"):
             num_target = len(target.get_state_buf_infos()[0])
             found += _index(places[:num_target], target, "target")
             found += _index(places[num_target:], drafter, "draft")
@@ -67,13 +67,13 @@ def _places(addresses: Sequence[int], sizes: Sequence[int], pages: Sequence[int]
     return [(int(address), int(size), int(page)) for address, size, page in found]
 
 
-def _is(pool: Any, name: str) -> bool:
+def _is_exactly(pool: Any, name: str) -> bool:
     """Exact types: a subclass's buffers may hold other data."""
     return type(pool).__name__ == name
 
 
 def _full(pool: Any) -> Any:
-    return pool.full_kv_pool if _is(pool, "SWAKVPool") or _is(pool, "HybridLinearKVPool") else pool
+    return pool.full_kv_pool if _is_exactly(pool, "SWAKVPool") or _is_exactly(pool, "HybridLinearKVPool") else pool
 
 
 def _attention(

@@ -71,7 +71,7 @@ def start_rank_backend(args: Any, mode: str, server: Any, queue: Any) -> RankBac
     )
     whole = join_workers(part, lambda own: compat.gather_ranks(queue, own))
     key = settings.ticket_key()
-    legs = RankLegs(layout, Redeemer(key, engine_id, whole.incarnation), compat.settle_of(server))
+    legs = RankLegs(layout, Redeemer(key, engine_id, whole.incarnation), compat.synchronizer(server))
     together = InstanceAgent(whole.instance, legs.post)
     agent, transport = start_agent(settings, engine_id, key, turn, whole, layout.regions, layout.geometries, together)
     legs.bind(together)

@@ -36,9 +36,9 @@ class DraftMatchers:
 
     def at(self, known: Sequence[Known | None]) -> Constrained:
         """None: a request without a grammar."""
-        return Constrained([self._at(one) if one is not None else None for one in known])
+        return Constrained([self._matcher_at(one) if one is not None else None for one in known])
 
-    def _at(self, known: Known) -> Matcher | None:
+    def _matcher_at(self, known: Known) -> Matcher | None:
         key = known.request_id, known.grammar
         try:
             matcher = self._matchers.pop(key, None) or self._grammars.matcher(known.grammar)

@@ -80,8 +80,8 @@ class SpawnedPeer(FarSide):
         self.descriptor = base64.b64decode(self._ask({"do": "open", "sizes": list(sizes)}))
 
     def _ask(self, request: dict[str, Any]) -> str:
-        self._child.say(json.dumps(request))
-        answer = self._child.hear()
+        self._child.write_line(json.dumps(request))
+        answer = self._child.read_line()
         if not answer:
             raise AssertionError(f"the peer process died at {request['do']!r}")
         return answer

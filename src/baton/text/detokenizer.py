@@ -54,7 +54,7 @@ class IncrementalDetokenizer:
             self._in_bytes = True
             if not self._spelling.in_bytes:
                 self._window = [*self._window[-_MAX_WINDOW_TOKENS:], token_id]
-            return self._own(self._utf8.decode(raw), raw)
+            return self._without_prompt_rest(self._utf8.decode(raw), raw)
         out = self._leave_bytes()
         self._window.append(token_id)
         text = self._text()
@@ -86,13 +86,13 @@ class IncrementalDetokenizer:
         if not self._in_bytes:
             return ""
         self._in_bytes = False
-        out = self._own(self._utf8.decode(b"", final=True), b"")
+        out = self._without_prompt_rest(self._utf8.decode(b"", final=True), b"")
         self._utf8.reset()
         if not self._spelling.in_bytes:
             self._num_emitted = len(self._text())
         return out
 
-    def _own(self, text: str, raw: bytes) -> str:
+    def _without_prompt_rest(self, text: str, raw: bytes) -> str:
         """`text` without the U+FFFD of a character of the prompt that the output did not continue. `raw`: the bytes
         that were added."""
         begun, self._begun = self._begun, b""

@@ -94,7 +94,7 @@ def _first_difference(want: Observed, have: Observed, tolerance: float | None) -
             return f"no answer from the {side}: {observed.error}"
     if (written := _prompt_difference(want, have)) is not None:
         return written
-    position = _parting(want, have)
+    position = _first_divergence(want, have)
     if position is not None:
         a, b = want.token_ids[position], have.token_ids[position]
         return f"token {position}: expected {a}, got {b}{_draft_position(want, position)}"
@@ -124,14 +124,14 @@ def _prompt_difference(want: Observed, have: Observed) -> str | None:
     return f"token {at} of the prompt, which the chat template wrote: expected {a}, got {b}"
 
 
-def _parting(want: Observed, have: Observed) -> int | None:
+def _first_divergence(want: Observed, have: Observed) -> int | None:
     pairs = enumerate(zip(want.token_ids, have.token_ids, strict=False))
     return next((position for position, (a, b) in pairs if a != b), None)
 
 
 def _near_tie(want: Observed, have: Observed, bound: float) -> float | None:
     """How far the diverging tokens are below the reference's best; None if `bound` or more, or unknown."""
-    position = _parting(want, have)
+    position = _first_divergence(want, have)
     if position is None or want.top is None or position >= len(want.top) or _prompt_difference(want, have):
         return None
     top, tokens = want.top[position], (want.token_ids[position], have.token_ids[position])
@@ -142,7 +142,7 @@ def _near_tie(want: Observed, have: Observed, bound: float) -> float | None:
 
 
 def _logprob_difference(want: Observed, have: Observed) -> float:
-    position = _parting(want, have)
+    position = _first_divergence(want, have)
     pairs = zip((want.logprobs or ())[:position], (have.logprobs or ())[:position], strict=False)
     return max((abs(x - y) for x, y in pairs), default=0.0)
 

@@ -134,7 +134,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         """A target layer is written, so its copy may begin."""
         self.worker.layer_written(layer_name)
         if self._draft_slots is not None:
-            self._draft_slots.saw(layer_name, compat.slot_mappings())
+            self._draft_slots.record(layer_name, compat.slot_mappings())
 
     def wait_for_save(self) -> None:
         """Declare the step's tokens final, after the drafter; their copies overlap the next step."""

@@ -29,7 +29,7 @@ class RememberedSlots:
         self._buffers: dict[int, Tensor] = {}  # by address
         self._used = False
 
-    def saw(self, layer: str, slot_mappings: Any) -> None:
+    def record(self, layer: str, slot_mappings: Any) -> None:
         """A layer ran with `slot_mappings`, the forward context's: by layer, int64 of any length; other types are not
         the drafter's."""
         if layer not in self._names or not isinstance(slot_mappings, Mapping):

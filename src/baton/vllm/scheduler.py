@@ -120,11 +120,11 @@ class SchedulerSide:
         if adapter is None:
             beside = "a LoRA adapter without a directory here, or with files that have changed"
         if tokens is None or adapter is None or beside is not None:
-            self._turn_away(request, params, f"its KV depends on {beside}, not on token ids alone")
+            self._refuse_leg(request, params, f"its KV depends on {beside}, not on token ids alone")
             return
         if params.role == "prefill" and request.max_tokens != 1:
             # Further decoding would overwrite the leg's states, and free blocks that its window has left.
-            self._turn_away(request, params, "a prefill leg samples one token")
+            self._refuse_leg(request, params, "a prefill leg samples one token")
             return
         whole = params.role == "prefill" and (self.identity.truncate_prefill or params.seed_first_token)
         num_tokens = len(tokens) if whole else self.identity.handed_over(len(tokens))
@@ -153,7 +153,7 @@ class SchedulerSide:
     def _verifies(self, request: VllmRequest) -> bool:
         return self._verify_first and request.sampling_params.temperature == 0
 
-    def _turn_away(self, request: VllmRequest, params: LegParams, why: str) -> None:
+    def _refuse_leg(self, request: VllmRequest, params: LegParams, why: str) -> None:
         """Refuse a leg, and tell D at once of a prefill leg, unless the ticket is not valid for this engine or was
         redeemed before."""
         self._refuse(request, why)

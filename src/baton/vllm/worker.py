@@ -232,7 +232,7 @@ class WorkerSide:
                 self._commit(closed.key, closed.sampled)
             else:
                 self._commit(closed.key, leg.next_token, closed.sampled)
-        self._settle(closed.key, leg)
+        self._report_if_settled(closed.key, leg)
 
     def _receive(self, receive: OpenDecode) -> None:
         decode = self._decodes.get(receive.ticket.key)
@@ -257,7 +257,7 @@ class WorkerSide:
                 done = event.outcome in ("committed", "finished")
                 self.counts[f"prefill_{event.outcome if done else reason_label(event.outcome)}"] += 1
                 leg.end_step("released")
-                self._settle(event.key, leg)
+                self._report_if_settled(event.key, leg)
         elif isinstance(event, ev.DecodeAdmitted):
             if (waiting := self._decodes.get(event.key)) is not None:
                 self._admitted.add(waiting.request_id)
@@ -274,7 +274,7 @@ class WorkerSide:
                     self._on_decode_end(decode, event)
                 self._received(decode, event)
 
-    def _settle(self, key: AttemptKey, leg: WorkerPrefill) -> None:
+    def _report_if_settled(self, key: AttemptKey, leg: WorkerPrefill) -> None:
         """Report the blocks as free if vLLM finished the request and the agent released them."""
         if leg.end is EndPhase.SETTLED:
             del self._prefills[key]

@@ -295,6 +295,6 @@ def test_ranks_that_contradict_each_other_are_no_instance() -> None:
 
 def test_what_a_rank_has() -> None:
     instance = msgspec.structs.replace(sharded(2, 2), rank=3)
-    assert instance.here["target"].geometry.layer_ids == (2, 3)
-    assert instance.here["target"].geometry.planes[0].first_head == 2
-    assert msgspec.structs.replace(instance, rank=4).here == {}
+    assert instance.own["target"].geometry.layer_ids == (2, 3)
+    assert instance.own["target"].geometry.planes[0].first_head == 2
+    assert msgspec.structs.replace(instance, rank=4).own == {}

@@ -16,7 +16,7 @@ from baton.handoff.protocol.messages import AttemptKey
 
 KEY = AttemptKey(bytes(16), 0, "P-1", "D-1")
 # Calls whose reason ends in an event of the agent, by the index of the reason argument.
-GIVES = {"Fault": 0, "_fail": 0, "lose": 1, "Abort": 0, "abort": 1, "HandoffError": 0}
+GIVES = {"Fault": 0, "_fail": 0, "fail": 1, "Abort": 0, "abort": 1, "HandoffError": 0}
 
 
 @pytest.mark.parametrize("text", ["x" * 60, "peer lost", "other", ""])

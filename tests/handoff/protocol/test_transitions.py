@@ -9,7 +9,7 @@ import pytest
 from baton.errors import ProtocolError, UndefinedTransitionError
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol import messages as msg
-from baton.handoff.protocol.attempt_machine import STORY
+from baton.handoff.protocol.attempt_machine import HISTORY
 from baton.handoff.protocol.decode import DecodeHandoff
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.handoff.protocol.phases import DecodePhase
@@ -90,8 +90,8 @@ def test_nothing_is_committed_after_a_failure() -> None:
 
 def test_a_story_is_short() -> None:
     machine = destination(ev.PeerReady(), *[ev.Tick(), ev.Received(msg.Admitted(KEY))] * 50)
-    assert len(machine.story) == STORY
-    assert destination(ev.PeerReady(), *[ev.Tick()] * 50).story[-2:] == ["reach -> announced", "tick"]
+    assert len(machine.history) == HISTORY
+    assert destination(ev.PeerReady(), *[ev.Tick()] * 50).history[-2:] == ["reach -> announced", "tick"]
 
 
 @pytest.mark.parametrize("proof", [ev.Received(msg.Cancelled(KEY, "gone")), ev.PeerLost("peer_lost", "", fenced=True)])

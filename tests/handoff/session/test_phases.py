@@ -1,4 +1,4 @@
-"""Phases of a session: what its table does not define is an error that tells the session's story."""
+"""Phases of a session: what its table does not define is an error that tells the session's history."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def test_attempts_may_use_a_session_from_connection_to_hang_up() -> None:
     session, found = Session(Connection(1, None)), []
     for event in ("connect", "not reached", "connect", "connected", "hang up"):
         session.step(event)
-        found.append((session.talking, session.ready))
+        found.append((session.established, session.ready))
     assert found == [(True, False), (False, False), (True, False), (True, True), (False, False)]

@@ -47,7 +47,7 @@ async def test_engines_come_and_go_with_their_addresses(
 
             async def listed(**addresses: str) -> list[str]:
                 names.addresses = {name: {address} for name, address in addresses.items() if address}
-                await looks[0].look()
+                await looks[0].resolve_all()
                 return [engine["url"] for engine in (await status_of(session, url))["engines"]]
 
             assert await listed() == []

@@ -12,7 +12,7 @@ import pytest
 
 from baton.errors import ConfigError, OverloadedError
 from baton.router.clients.engine_client import EngineClient
-from baton.router.policies import POLICIES, Asked, PolicyConfig, create_policies, read_config
+from baton.router.policies import POLICIES, EngineNeeds, PolicyConfig, create_policies, read_config
 from baton.router.pool import EnginePool
 from baton.router.pooled_engine import Charge, PooledEngine
 from baton.router.prefixes import KnownPrefixes, PromptBlocks
@@ -182,18 +182,18 @@ def test_consistent_hash_moves_only_the_keys_of_the_engine_that_leaves(directory
     prompt = PromptBlocks(list(range(64)))
 
     def where(among: list[PooledEngine]) -> dict[str, str]:
-        return {str(n): policy.choose(Asked(prompt, session=str(n)), among).url for n in range(64)}
+        return {str(n): policy.choose(EngineNeeds(prompt, session=str(n)), among).url for n in range(64)}
 
     before, gone = where(pool.decode), pool.decode[2].url
     after = where([engine for engine in pool.decode if engine.url != gone])
     assert {key for key in before if before[key] != after[key]} == {key for key in before if before[key] == gone}
     assert len(set(before.values())) == 4
     shared = [*range(128)]  # without a session the beginning of the prompt is the key
-    found = {policy.choose(Asked(PromptBlocks([*shared, n])), pool.decode).url for n in range(8)}
+    found = {policy.choose(EngineNeeds(PromptBlocks([*shared, n])), pool.decode).url for n in range(8)}
     assert len(found) == 1
     hot = next(engine for engine in pool.decode if engine.url == before["1"])
     hot.num_inflight = 9
-    assert policy.choose(Asked(prompt, session="1"), pool.decode) is not hot, "loads are bounded"
+    assert policy.choose(EngineNeeds(prompt, session="1"), pool.decode) is not hot, "loads are bounded"
 
 
 async def test_a_session_keeps_its_engine(directory: Path) -> None:

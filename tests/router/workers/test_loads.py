@@ -38,9 +38,9 @@ def workers(num: int, max_engines: int = MAX_ENGINES) -> tuple[LoadTable, list[W
 
 def test_each_process_sees_what_all_others_have_given_to_an_engine() -> None:
     _, (first, second, third) = workers(3)
-    first.tell(Engine("http://a", 1, 100, 1000))
-    second.tell(Engine("http://b", 9, 9, 9))
-    second.tell(Engine("http://a", 2, 200, 2000))
+    first.publish(Engine("http://a", 1, 100, 1000))
+    second.publish(Engine("http://b", 9, 9, 9))
+    second.publish(Engine("http://a", 2, 200, 2000))
     seen = [Engine("http://a"), Engine("http://b"), Engine("http://c")]
     third.read(seen)
     assert [engine.others for engine in seen] == [OtherLoad(3, 300, 3000), OtherLoad(9, 9, 9), NO_LOAD]
@@ -51,7 +51,7 @@ def test_each_process_sees_what_all_others_have_given_to_an_engine() -> None:
 def test_a_process_that_ended_has_no_load() -> None:
     table, (first, second) = workers(2)
     first.run(5)
-    first.tell(Engine("http://a", 1, 100, 1000))
+    first.publish(Engine("http://a", 1, 100, 1000))
     assert second.num_running_elsewhere == 5
     table.clear(0)
     seen = Engine("http://a")
@@ -61,10 +61,10 @@ def test_a_process_that_ended_has_no_load() -> None:
 
 def test_engines_that_are_gone_make_room_for_others() -> None:
     _, (first, second) = workers(2, max_engines=2)
-    first.tell(Engine("http://a", 1))
-    first.tell(Engine("http://b", 0))
-    first.tell(Engine("http://c", 3))
-    first.tell(Engine("http://d", 4))  # no room
+    first.publish(Engine("http://a", 1))
+    first.publish(Engine("http://b", 0))
+    first.publish(Engine("http://c", 3))
+    first.publish(Engine("http://d", 4))  # no room
     seen = [Engine(f"http://{name}") for name in "abcd"]
     second.read(seen)
     assert [engine.others.num_inflight for engine in seen] == [1, 0, 3, 0]
@@ -74,7 +74,7 @@ def test_forks_share_the_table() -> None:
     _, (first, second) = workers(2)
     pid = os.fork()
     if not pid:
-        first.tell(Engine("http://a", 7))
+        first.publish(Engine("http://a", 7))
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
     seen = Engine("http://a")

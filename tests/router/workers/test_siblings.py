@@ -122,8 +122,8 @@ async def test_a_change_reaches_a_process_that_did_not_answer(tmp_path: Path) ->
         await asyncio.sleep(0.2)
 
     async with one.serving(list, dict, list, {}):
-        await one.tell("drain", b"first")
-        await one.tell("drain", b"second")
+        await one.broadcast("drain", b"first")
+        await one.broadcast("drain", b"second")
         async with other.serving(list, dict, list, {"drain": note}):
             await came.wait()
     assert seen == [b"first", b"second"]

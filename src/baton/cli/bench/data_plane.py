@@ -82,7 +82,7 @@ def handoff_command(
         dataclasses.asdict(f) for f in measure_handoffs(modelled, topology, pace, lengths, orders, options.num_iters)
     ]
     asked = dataclasses.asdict(kv) | dataclasses.asdict(options)
-    _tell({**asked, "handoffs": rows}, rows, output_json, json_)
+    _write_result({**asked, "handoffs": rows}, rows, output_json, json_)
 
 
 def transport_command(
@@ -111,7 +111,7 @@ def transport_command(
         # memcpy's rows are the same for all transports.
         rows += [row for row in found if not rows or row["transport"] != "memcpy"]
     planning = measure_planning()
-    _tell({"copies": rows, **planning}, rows, output_json, json_)
+    _write_result({"copies": rows, **planning}, rows, output_json, json_)
     if not json_:
         print("\n".join(f"{name:20} {value:.3f}" for name, value in planning.items()))
 
@@ -123,7 +123,7 @@ def _sizes(text: str, field: str) -> list[int]:
     return values
 
 
-def _tell(result: dict[str, Any], rows: list[dict[str, Any]], output_json: str | None, as_json: bool) -> None:
+def _write_result(result: dict[str, Any], rows: list[dict[str, Any]], output_json: str | None, as_json: bool) -> None:
     if output_json is not None:
         write_json(output_json, result)
     if as_json:

@@ -40,12 +40,12 @@ _LFS = b"version https://git-lfs"
 def check_servable(path: str | Path) -> None:
     """Raise `CheckpointError` if `path` cannot be served."""
     directory = Path(path)
-    why = _why(directory, _object(directory / "config.json"))
+    why = _problem(directory, _object(directory / "config.json"))
     if why is not None:
         raise CheckpointError(f"{directory}: {why}")
 
 
-def _why(directory: Path, config: Mapping[str, Any]) -> str | None:
+def _problem(directory: Path, config: Mapping[str, Any]) -> str | None:
     names = sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []
     if "adapter_config.json" in names:
         base = _object(directory / "adapter_config.json").get("base_model_name_or_path")

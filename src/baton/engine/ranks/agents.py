@@ -45,7 +45,7 @@ def make_agents(
     agents = []
     for rank, (transport, regions) in enumerate(zip(transports, pool.regions, strict=True)):
         here = Instance(rank=rank, groups=parts)
-        digester = None if identity.integrity == "off" else make_digester(here.here, regions)
+        digester = None if identity.integrity == "off" else make_digester(here.own, regions)
         config = replace(identity, bind=own_bind(identity.bind, rank))
         descriptor = transport.register(regions)
         on_event, on_peer = instance.on_event, instance.on_peer

@@ -94,7 +94,7 @@ class Followers:
         if not self._closing:
             on_end(self.kill_all(f"rank {rank} ended with status {status}"))
 
-    def order(self, message: Order) -> None:
+    def send(self, message: Order) -> None:
         """Call `answered` next. Raises `EngineUnavailableError`."""
         data = encode_message(message)
         for rank in range(1, self._size):

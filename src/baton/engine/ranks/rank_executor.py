@@ -29,7 +29,7 @@ class RankExecutor:
 
     def execute(self, plan: StepPlan, written: Written | None = None) -> StepResult:
         """As `LocalExecutor.execute`. Raises `EngineUnavailableError` if a rank failed or has ended."""
-        computed = self._together(Compute(replace(plan, sampling=None)), lambda: self.local.compute(plan, written))
+        computed = self._on_all_ranks(Compute(replace(plan, sampling=None)), lambda: self.local.compute(plan, written))
         return self.local.sample(plan, computed)
 
     def draft(self, plan: DraftPlan) -> DraftResult:
@@ -43,13 +43,13 @@ class RankExecutor:
 
     def copy_page(self, group: str, source: int, destination: int) -> None:
         """Raises as `execute`."""
-        self._together(Copy(group, source, destination), lambda: self.local.copy_page(group, source, destination))
+        self._on_all_ranks(Copy(group, source, destination), lambda: self.local.copy_page(group, source, destination))
 
-    def _together(self, order: Order, own: Callable[[], R]) -> R:
+    def _on_all_ranks(self, order: Order, own: Callable[[], R]) -> R:
         return self._answers(order, own)[0]
 
     def _answers(self, order: Order, own: Callable[[], R]) -> tuple[R, list[Done]]:
-        self._followers.order(order)
+        self._followers.send(order)
         try:
             result = own()
         except Exception as error:

@@ -50,10 +50,10 @@ class Counts:
 
 class AcceptanceRates:
     def __init__(self, most: int) -> None:
-        self._most, self._all = most, Counts(most)
+        self._max_drafts, self._all = most, Counts(most)
 
     def new(self) -> Counts:
-        return Counts(self._most)
+        return Counts(self._max_drafts)
 
     def verified(self, own: Counts, num_drafts: int, num_accepted: int) -> None:
         own.add(num_drafts, num_accepted, _KEEP_OWN)
@@ -68,7 +68,7 @@ class AcceptanceRates:
 
     def survival(self, requests: Sequence[Counts | None]) -> FloatArray:
         """The probability [R, most] that a draft and all before it are accepted."""
-        none = np.zeros(self._most)
+        none = np.zeros(self._max_drafts)
         hits = np.stack([none if own is None else own.hits for own in requests])
         tries = np.stack([none if own is None else own.tries for own in requests])
         rates = (hits + _OWN_WEIGHT * self._rates()) / (tries + _OWN_WEIGHT)

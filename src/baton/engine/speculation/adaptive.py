@@ -131,7 +131,7 @@ class AdaptiveDrafts:
         waiting = self.drafter_cost.seconds(draft_parts(steps * len(contexts), [0])) / steps
         base, start = base + waiting, start + entries - waiting
         each = np.maximum(row + row_context * contexts + draft, 1e-12)
-        rows = len(contexts) + np.arange(1 + len(contexts) * self._most)
+        rows = len(contexts) + np.arange(1 + len(contexts) * self._max_drafts)
         more = sum(cost * np.maximum(rows - knee, 0) for cost, knee in zip(beyond, _KNEES, strict=True))
         return RoundCosts(base or 1.0, float(start), each, float(depth), more - more[0])
 

@@ -84,7 +84,7 @@ class HandoffAgent(Agent):
         if config.integrity != "off":
             if digester is None:
                 raise ConfigError("integrity", f"{config.integrity!r} needs a digester")
-            for group, rank in instance.here.items():
+            for group, rank in instance.own.items():
                 if (count := len(cells_of(rank.geometry))) > MAX_HASHES:
                     raise ConfigError(
                         "integrity", f"group {group!r} has {count} planes in all, at most {MAX_HASHES} fit"

@@ -134,7 +134,7 @@ class AttemptTable(Generic[AttemptT]):
     def same_transfer(self, key: AttemptKey) -> set[AttemptKey]:
         return self._transfers.get(key.transfer_id, set())
 
-    def settle(self, key: AttemptKey, now: float) -> None:
+    def to_tombstone(self, key: AttemptKey, now: float) -> None:
         """Turn a closed attempt into a tombstone."""
         attempt = self.live.get(key)
         if attempt is not None and attempt.machine.closed:

@@ -114,7 +114,7 @@ class InstanceAgent(Agent):
     def _passes(self, others: Sequence[str]) -> bool:
         return self._instance.num_ranks == len(others) == 1
 
-    def _lead(self, side: int) -> Pair:
+    def _leading_pair(self, side: int) -> Pair:
         return (self._first, 0) if side == P else (0, self._first)
 
     def _begin(self, ticket: SignedTicket, side: int, others: Sequence[str]) -> None:
@@ -122,7 +122,7 @@ class InstanceAgent(Agent):
             if self._passes(others):
                 self._agents[0].post(ticket.key, self._opening(ticket, side))
             elif ticket.key not in self._legs and ticket.key not in self._ended:
-                lead = self._lead(side)
+                lead = self._leading_pair(side)
                 leg = self._legs[ticket.key] = _Leg(ticket, side, lead, {lead: None})
                 self._to(lead, leg, self._opening(ticket, side))
                 self._open_pairs(leg, self._peers.get(ticket.key.ends[1 - side][0]))
@@ -175,17 +175,17 @@ class InstanceAgent(Agent):
                     for pair, groups in leg.pairs.items():
                         self._to(pair, leg, self._of_pair(event, pair, groups))
                 return
-        self._agents[self._first].post(key.of_pair(self._lead(side)), event)
+        self._agents[self._first].post(key.of_pair(self._leading_pair(side)), event)
 
     def _of_pair(self, event: LegEvent, pair: Pair, groups: frozenset[str] | None) -> LegEvent:
         match event:
             case ev.Declared(prompt_len, pages, final):
-                return ev.Declared(prompt_len, _part(pages, groups), _part(final, groups))
+                return ev.Declared(prompt_len, _restrict(pages, groups), _restrict(final, groups))
             case ev.Sampled(seeds, finished, final):
                 own = seeds if pair[P] == self._instance.sampling else NO_SEEDS
-                return ev.Sampled(own, finished, _part(final, groups))
+                return ev.Sampled(own, finished, _restrict(final, groups))
             case DecodePages(ticket, prompt_len, wanted, pages):
-                return DecodePages(ticket, prompt_len, _part(wanted, groups), _part(pages, groups))
+                return DecodePages(ticket, prompt_len, _restrict(wanted, groups), _restrict(pages, groups))
             case _:
                 return event
 
@@ -200,7 +200,7 @@ class InstanceAgent(Agent):
                 leg.pairs = {**leg.pairs, pair: None}
                 self._to(pair, leg, PrefillLeg(leg.ticket))
                 self._to(pair, leg, GiveUp(leg.ended))
-            if leg is None and pair == self._lead(P) and key not in self._ended:
+            if leg is None and pair == self._leading_pair(P) and key not in self._ended:
                 # D's claim came before P's leg, which then opens all pairs at once.
                 self._remember_peer(key.ends[D][0], peer)
             if leg is None or leg.ended or pair != leg.lead:
@@ -280,5 +280,5 @@ class InstanceAgent(Agent):
         return not reported
 
 
-def _part(found: dict[str, T], groups: frozenset[str] | None) -> dict[str, T]:
+def _restrict(found: dict[str, T], groups: frozenset[str] | None) -> dict[str, T]:
     return found if groups is None else {group: what for group, what in found.items() if group in groups}

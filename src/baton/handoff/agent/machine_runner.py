@@ -59,7 +59,7 @@ class MachineRunner:
         self._on_event, self._on_peer = on_event, on_peer
         self._digesting: Digesting[Attempt] | None = None
         if digester is not None and worker is not None:
-            self._digesting = Digesting(digester, instance.here, worker, self.channel.wake)
+            self._digesting = Digesting(digester, instance.own, worker, self.channel.wake)
         self._queue: deque[tuple[Attempt, ev.MachineEvent]] = deque()
         self._running = False
 
@@ -96,8 +96,8 @@ class MachineRunner:
                 if not isinstance(what, ev.Tick) and any(isinstance(action, ev.Send) for action in actions):
                     self._rewind(target)
                 now = self.clock.monotonic()
-                self.prefills.settle(target.machine.key, now)
-                self.decodes.settle(target.machine.key, now)
+                self.prefills.to_tombstone(target.machine.key, now)
+                self.decodes.to_tombstone(target.machine.key, now)
         finally:
             self._running = False
 
@@ -122,7 +122,7 @@ class MachineRunner:
         if not isinstance(event, ev.Fault):
             self.feed(attempt, ev.Fault("internal_error", str(error)))
 
-    def lose(self, attempt: Attempt, reason: str, message: str, quiet: bool = False) -> None:
+    def fail(self, attempt: Attempt, reason: str, message: str, quiet: bool = False) -> None:
         """`quiet`: the peer has said that its copies ended."""
         self.feed(attempt, ev.PeerLost(reason, message, quiet or attempt.fenced))
 
@@ -162,7 +162,7 @@ class MachineRunner:
                     self.feed(attempt, end)
             case ev.ComputeDigests() | ev.CheckDigests():
                 assert self._digesting is not None
-                self._digesting.begin(attempt, action, partial(self._share, *self._ends(attempt)))
+                self._digesting.begin(attempt, action, partial(self._share, *self._instances(attempt)))
             case ev.Count(name, by):
                 self.counters.count(name, by)
 
@@ -185,7 +185,7 @@ class MachineRunner:
             self.feed(attempt, ev.CopyEnded(copy.copy_id, ok=False, message="no session with the peer"))
             return
         push = isinstance(attempt, PrefillAttempt)
-        source, dest = self._ends(attempt)
+        source, dest = self._instances(attempt)
         tag = f"{attempt.machine.key} {copy.group} {copy.tokens}"
         direction: Literal["write", "read"] = "write" if push else "read"
         end = self.operations.start(attempt, copy, attempt.open, direction, source, dest, tag)
@@ -200,7 +200,7 @@ class MachineRunner:
 
     @staticmethod
     def _share(source: Instance, dest: Instance, group: str) -> Sequence[Cell]:
-        return share(tuple(source.groups[group]), dest.here[group], source.rank)
+        return share(tuple(source.groups[group]), dest.own[group], source.rank)
 
     def poll(self) -> None:
         for owner, end in self.operations.ended():

@@ -90,7 +90,7 @@ class Operations(Generic[_Owner]):
 
         Raises `ProtocolError` if the source has nothing else to send: the destination would have a gap.
         """
-        here = dest.here.get(copy.group)
+        here = dest.own.get(copy.group)
         if here is not None:
             sources, pages = source.groups[copy.group], (copy.source_pages, copy.dest_pages)
             if copy.layers.start > max(layer for each in sources for layer in each.geometry.layer_ids):

@@ -120,7 +120,7 @@ class RankHandoffs(Agent):
         """Do due work. Returns the seconds until the next call."""
         now, timers = self.clock.monotonic(), self.config.timers
         if self._last_time is not None and now - self._last_time > timers.lease / 2:
-            self.sessions.forgive(now)
+            self.sessions.restart_leases(now)
         self._last_time = now
         if now >= self._checked + timers.check:
             self._checked = now
@@ -147,7 +147,7 @@ class RankHandoffs(Agent):
                 and not attempt.peer.alive()
                 and (attempt.fenced or not attempt.machine.closing)
             ):
-                runner.lose(attempt, "peer_lost", "the peer engine died")
+                runner.fail(attempt, "peer_lost", "the peer engine died")
         self.routing.drop_dead()
         self.routing.close_idle(now)
         self.sessions.sweep([peer for attempt in runner.live() for peer in attempt.peers])

@@ -25,7 +25,7 @@ MAX_CANCELLED = 4096
 Claim = Announce | Register
 
 
-class _Held(NamedTuple):
+class _HeldClaim(NamedTuple):
     """`ticket`: valid on arrival; None if an earlier claim had it."""
 
     session: Session
@@ -37,11 +37,11 @@ class Registrations:
     """Not thread-safe."""
 
     def __init__(self, runner: MachineRunner) -> None:
-        self._groups = list(runner.instance.here)
+        self._groups = list(runner.instance.own)
         self._runner = runner
         self._sessions, self._clock = runner.sessions, runner.clock
         # Claims that wait for the end of an earlier attempt of their transfer, or for their connection.
-        self._held: dict[AttemptKey, _Held] = {}
+        self._held: dict[AttemptKey, _HeldClaim] = {}
         # Attempts that D cancelled before they began, with the reason.
         self._cancelled: dict[AttemptKey, str] = {}
 
@@ -88,7 +88,7 @@ class Registrations:
         self._sessions.reach_again(session)
         if known is not None and known.waits_for(session) and known.is_from_peer(session):
             known.restart_time_limit(self._clock.monotonic())
-            self._held[key] = _Held(session, message, None)
+            self._held[key] = _HeldClaim(session, message, None)
             return
         try:
             if known is not None and known.served(session) and known.is_from_peer(session):
@@ -102,7 +102,7 @@ class Registrations:
                 raise ProtocolError("a later attempt of this transfer has begun")
             waits = self.supersede(key) or session.is_connecting
             if waits and not (known is not None and known.machine.closed):
-                self._held[key] = _Held(session, message, ticket)
+                self._held[key] = _HeldClaim(session, message, ticket)
                 if known is not None:
                     known.restart_time_limit(self._clock.monotonic())
                 return
@@ -144,7 +144,7 @@ class Registrations:
 
 def _check_tables(session: Session, message: Register, mode: Mode) -> None:
     """Raises `ProtocolError` unless a REGISTER names only groups of its pair, and pages of its sender's geometry."""
-    geometries = session.hello.instance.here if session.hello is not None else {}
+    geometries = session.hello.instance.own if session.hello is not None else {}
     groups = session.pairs.get(message.key.pair, frozenset())
     checked: set[tuple[int, Interval, int, int]] = set()
     for group, tokens in message.wanted.items():

@@ -62,7 +62,7 @@ class Routing:
         if isinstance(message, Hello) and session.hello is not None:
             return  # not authenticated, so it does not renew the lease
         if isinstance(message, Hello):
-            self._greeted(session, message)
+            self._on_hello(session, message)
         elif isinstance(message, Bye):
             self._server_left(session, message)
         elif session.hello is None:
@@ -77,12 +77,12 @@ class Routing:
         elif isinstance(message, AttemptMessage):
             self._answered(session, message)
 
-    def _greeted(self, session: Session, message: Hello) -> None:
+    def _on_hello(self, session: Session, message: Hello) -> None:
         try:
             opened = self._sessions.server_hello(session, message)
         except ProtocolError as error:
             for attempt in self._decodes_at(session.connection.address):
-                self._runner.lose(attempt, "unreachable_peer", str(error))
+                self._runner.fail(attempt, "unreachable_peer", str(error))
             raise
         if opened:
             for attempt in self._decodes_at(session.connection.address):
@@ -90,7 +90,7 @@ class Routing:
 
     def _answered(self, session: Session, message: AttemptMessage) -> None:
         key, hello = message.key, session.hello
-        if hello is None or not (session.talking or isinstance(message, Cancel | Cancelled)):
+        if hello is None or not (session.established or isinstance(message, Cancel | Cancelled)):
             raise ProtocolError("a session begins with HELLO")
         if key.ends != ((hello.incarnation, hello.instance.rank), self._self):
             raise ProtocolError("message for an attempt of other engines")
@@ -116,7 +116,7 @@ class Routing:
         try:
             session = self._sessions.server(ticket, attempt.address)
         except ProtocolError as error:
-            self._runner.lose(attempt, "unreachable_peer", str(error))
+            self._runner.fail(attempt, "unreachable_peer", str(error))
             return
         session.used = self._clock.monotonic()
         if session.hello is not None:
@@ -135,7 +135,7 @@ class Routing:
             self._sessions.dial(address, lost)
         except ProtocolError as error:
             for attempt in self._decodes_at(address):
-                self._runner.lose(attempt, "unreachable_peer", str(error))
+                self._runner.fail(attempt, "unreachable_peer", str(error))
 
     def join(self, attempt: DecodeAttempt, session: Session, hello: Hello) -> None:
         """P's HELLO is known and connecting has ended: register, or fail."""
@@ -143,17 +143,17 @@ class Routing:
             return
         runner = self._runner
         if session.refusal is not None:
-            runner.lose(attempt, *session.refusal)
+            runner.fail(attempt, *session.refusal)
             # Even an incompatible P may hold pages.
             runner.feed(attempt, ev.PeerReady())
         elif hello.incarnation != attempt.machine.key.prefill_incarnation:
-            runner.lose(attempt, "peer_lost", f"another engine is at {attempt.address} now: {hello.engine_id}")
+            runner.fail(attempt, "peer_lost", f"another engine is at {attempt.address} now: {hello.engine_id}")
         elif wrong := attempt.wrong_rank(hello.instance):
-            runner.lose(attempt, "incompatible_peer", wrong)
+            runner.fail(attempt, "incompatible_peer", wrong)
         else:
             unhealthy = self._sessions.health.why_not(attempt.machine.key.ends[0])
             if unhealthy and not attempt.machine.reached:
-                runner.lose(attempt, "unhealthy_peer", unhealthy)
+                runner.fail(attempt, "unhealthy_peer", unhealthy)
             attempt.on_hello(session)
             runner.on_peer_hello(attempt, session.hello or hello)
             runner.feed(attempt, ev.PeerReady(session.groups))
@@ -178,7 +178,7 @@ class Routing:
         for attempt in self._decodes_at(address):
             # A process can only vouch for its own copies.
             own = session.hello is not None and session.hello.incarnation == attempt.machine.key.prefill_incarnation
-            self._runner.lose(attempt, "peer_lost", f"the prefill engine left: {bye.reason}", bye.quiet and own)
+            self._runner.fail(attempt, "peer_lost", f"the prefill engine left: {bye.reason}", bye.quiet and own)
 
     # ------------------------------------------------------------ P's side
 
@@ -212,7 +212,7 @@ class Routing:
     def _client_lost(self, session: Session, reason: str, text: str, quiet: bool = False) -> None:
         for attempt in list(self._runner.prefills.live.values()):
             if attempt.session is session:
-                self._runner.lose(attempt, reason, text, quiet)
+                self._runner.fail(attempt, reason, text, quiet)
 
     def _attempt_message(self, session: Session, hello: Hello, message: AttemptMessage) -> None:
         key = message.key
@@ -272,7 +272,7 @@ class Routing:
             if session.hello is None:
                 text = f"no answer from {address}: nobody is there, or it has another ticket key, or not these keys"
                 for attempt in self._decodes_at(address):
-                    self._runner.lose(attempt, "unreachable_peer", text)
+                    self._runner.fail(attempt, "unreachable_peer", text)
                 # Pages here or at P may wait for the outcome: keep dialling.
                 if self._sessions.may_return(session) or self._decodes_at(address):
                     session.last_heard = now
@@ -287,5 +287,5 @@ class Routing:
                 self._client_lost(session, "lease_expired", text)
                 continue
             for attempt in self._decodes_at(address):
-                self._runner.lose(attempt, "lease_expired", text)
+                self._runner.fail(attempt, "lease_expired", text)
             self._dial_again(session)

@@ -42,7 +42,7 @@ class ThreadWatch:
         """Thread-safe."""
         self._closing.set()
 
-    def look(self) -> str | None:
+    def check(self) -> str | None:
         """Why the thread is lost, or None."""
         now, before = self._clock.monotonic(), self._looked
         self._looked = now
@@ -55,7 +55,7 @@ class ThreadWatch:
 
     def _run(self) -> None:
         while not self._closing.wait(self._every_s):
-            why = self.look()
+            why = self.check()
             if why is not None and not self._closing.is_set():
                 self.lost = why
                 log.critical("the handoff agent is lost: %s", why)

@@ -94,10 +94,10 @@ def _factors(source_side: Geometry, dest_side: Geometry, box: Box, segments: Tok
     ]
     if int(units.min()) == int(units.max()):
         # Tokens, or their tiles, are one more axis.
-        entries[2], axes = _melt(piece, [(int(units[0]), *steps), *axes])
+        entries[2], axes = _fold_dense(piece, [(int(units[0]), *steps), *axes])
         yield _in_order(axes, entries, segments.dest_page, to.page_stride, steps[1])
         return
-    run, axes = _melt(piece, axes)
+    run, axes = _fold_dense(piece, axes)
     if steps != (run, run):
         which = np.repeat(np.arange(units.size), units)
         nth = np.arange(which.size) - np.repeat(np.cumsum(units) - units, units)
@@ -114,7 +114,7 @@ def _factors(source_side: Geometry, dest_side: Geometry, box: Box, segments: Tok
         whole = entries[2] == step
         if bool(whole.any()):
             left &= ~whole
-            more, others = _melt(step, axes)
+            more, others = _fold_dense(step, axes)
             alike = entries[:, whole]
             alike[2] = more
             yield _in_order(others, alike, segments.dest_page[whole], to.page_stride, 0)
@@ -124,7 +124,7 @@ def _factors(source_side: Geometry, dest_side: Geometry, box: Box, segments: Tok
         yield _in_order(axes, entries[:, left], segments.dest_page[left], to.page_stride, 0)
 
 
-def _melt(run: int, axes: Sequence[_Axis]) -> tuple[int, list[_Axis]]:
+def _fold_dense(run: int, axes: Sequence[_Axis]) -> tuple[int, list[_Axis]]:
     """Fold dense axes into a run of `run` bytes."""
     axes = [axis for axis in axes if axis[0] > 1]
     while dense := [axis for axis in axes if axis[1] == run and axis[2] == run]:

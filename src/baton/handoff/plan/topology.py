@@ -59,7 +59,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return 1 + max(self.rank, self.sampling, *ranks)
 
     @property
-    def here(self) -> dict[str, RankGeometry]:
+    def own(self) -> dict[str, RankGeometry]:
         return {group: found for group, ranks in self.groups.items() for found in ranks if found.rank == self.rank}
 
     def only(self, groups: Container[str]) -> Instance:

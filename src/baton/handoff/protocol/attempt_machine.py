@@ -15,7 +15,7 @@ from baton.wire import Integrity, Mode
 
 PhaseT = TypeVar("PhaseT", bound=Enum)
 # Events and steps kept for error messages: while an attempt lives, and after its end.
-STORY, LAST_STORY = 16, 4
+HISTORY, LAST_HISTORY = 16, 4
 
 
 class AttemptMachine(Generic[PhaseT]):
@@ -39,7 +39,7 @@ class AttemptMachine(Generic[PhaseT]):
         self._table = table
 
     @property
-    def story(self) -> list[str]:
+    def history(self) -> list[str]:
         return format_events(self._events)
 
     def _enter(self, event: ev.MachineEvent) -> str:
@@ -55,6 +55,6 @@ class AttemptMachine(Generic[PhaseT]):
         self.phase = self._table.after(self.phase, step, self._events)
         self._events.append((step, self.phase))
 
-    def _forget_story(self) -> None:
+    def _trim_history(self) -> None:
         """Tombstones are many, so they keep fewer events."""
-        self._events = deque(list(self._events)[-LAST_STORY:], maxlen=LAST_STORY)
+        self._events = deque(list(self._events)[-LAST_HISTORY:], maxlen=LAST_HISTORY)

@@ -47,7 +47,7 @@ class CopyLedger:
     def may_retry(self) -> bool:
         return self.retries < self.max_retries
 
-    def again(self, failed: StartCopy) -> list[Action]:
+    def retry(self, failed: StartCopy) -> list[Action]:
         self.retries += 1
         again = self.start(failed.group, failed.tokens, failed.source_pages, failed.dest_pages, failed.layers)
         return [Count("retries"), again]

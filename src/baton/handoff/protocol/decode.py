@@ -79,7 +79,7 @@ class DecodeHandoff(DecodeState):
             case ev.Deadline(message):
                 return self._fail("handoff_timeout", message)
             case ev.PeerLost(reason, message, fenced):
-                return self._fail(reason, message, tell=False) + self._settle(peer_quiet=fenced)
+                return self._fail(reason, message, send_cancel=False) + self._settle(peer_quiet=fenced)
             case ev.Tick():
                 return self._repeat()
         raise AssertionError(f"{name} is in the table and has no handler")
@@ -132,9 +132,9 @@ class DecodeHandoff(DecodeState):
             case msg.Cancel() if self.closing or self.closed:
                 return self._answer()
             case msg.Cancel(_, reason, text):
-                return self._fail(reason, text, tell=False)
+                return self._fail(reason, text, send_cancel=False)
             case msg.Cancelled(_, reason):
-                actions = self._fail(reason, "cancelled by the prefill side", tell=False)
+                actions = self._fail(reason, "cancelled by the prefill side", send_cancel=False)
                 return actions + self._settle(peer_quiet=True)
             case _:
                 return self._answer()
@@ -164,7 +164,7 @@ class DecodeHandoff(DecodeState):
         refused = self._refusal(message)
         self._step("check")
         if refused:
-            return self._fail("incomplete_commit", f"COMMIT {refused}", tell=False)
+            return self._fail("incomplete_commit", f"COMMIT {refused}", send_cancel=False)
         return self._check(message)
 
     def _ready(self, message: msg.Ready) -> list[ev.Action]:
@@ -226,7 +226,7 @@ class DecodeHandoff(DecodeState):
         if event.ok:
             return [] if self.copies.outstanding else self._read_all()
         if self.copies.may_retry:
-            return self.copies.again(copy)
+            return self.copies.retry(copy)
         return self._fail("transfer_failed", event.message)
 
     def _read_all(self) -> list[ev.Action]:
@@ -284,7 +284,7 @@ class DecodeHandoff(DecodeState):
         self._forget()
         return [ev.Send(msg.Ack(self.key)), ev.Notify(ev.DecodeCommitted(self.key, message.seeds, num_bytes, num_runs))]
 
-    def _fail(self, reason: str, message: str, tell: bool = True, notify: bool = True) -> list[ev.Action]:
+    def _fail(self, reason: str, message: str, send_cancel: bool = True, notify: bool = True) -> list[ev.Action]:
         if self.closing or self.closed:
             return []
         self._step(f"fail ({self.mode})")
@@ -295,7 +295,7 @@ class DecodeHandoff(DecodeState):
             # P may hold pages, so it gets CANCEL when reached.
             self._forget()
             return [*actions, ev.Notify(ev.DecodeReleased(self.key))]
-        if tell:
+        if send_cancel:
             actions.append(ev.Send(self._pending))
         return actions + self.copies.cancel() + self._settle()
 
@@ -320,7 +320,7 @@ class DecodeHandoff(DecodeState):
         if self.phase is not Phase.UNTOLD:
             self._pending = None
         self._digest_checks = DigestChecks({}, {})
-        self._forget_story()
+        self._trim_history()
 
     def _repeat(self) -> list[ev.Action]:
         repeats = self._pending is not None and not self.closed and self.phase not in UNREACHED

@@ -1,4 +1,4 @@
-"""Names of events in the transition tables and in the story of an attempt."""
+"""Names of events in the transition tables and in the history of an attempt."""
 
 from __future__ import annotations
 

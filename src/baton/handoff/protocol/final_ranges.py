@@ -114,7 +114,7 @@ class FinalRanges:
                     continue
                 self._stale.discard(group)
             wanted = register.wanted[group].after(reached[group])
-            tokens = _until(wanted, self.final[group])
+            tokens = _cut_at(wanted, self.final[group])
             if tokens.empty:
                 actions += self._follow_layers(group, wanted, register)
                 continue
@@ -132,13 +132,13 @@ class FinalRanges:
         partial = self._partial.get(group)
         if partial is None or partial.layers <= partial.copied:
             return []
-        tokens = _until(wanted, partial.stop)
+        tokens = _cut_at(wanted, partial.stop)
         if tokens.empty:
             return []
         layers, partial.copied = Interval(partial.copied, partial.layers), partial.layers
         return [self._copies.start(group, tokens, self.pages[group], register.pages[group], layers)]
 
-    def again(self, register: msg.Register, repair: msg.Repair) -> list[ev.Action]:
+    def repair(self, register: msg.Register, repair: msg.Repair) -> list[ev.Action]:
         """Copy again. Raises `ProtocolError`, before any copy starts, for tokens that were not wanted."""
         for group, bad in repair.bad.items():
             wanted = register.wanted.get(group, Interval(0, 0))
@@ -176,5 +176,5 @@ class FinalRanges:
         self.pages, self.digests, self._unreported, self._partial = {}, {}, {}, {}
 
 
-def _until(tokens: Interval, stop: int) -> Interval:
+def _cut_at(tokens: Interval, stop: int) -> Interval:
     return Interval(tokens.start, max(tokens.start, min(tokens.stop, stop)))

@@ -117,7 +117,7 @@ class DecodeGather:
         self._admitted: set[Pair] = set()
         self._brought: frozenset[str] | None = None
         self._proven: dict[Pair, dict[str, int]] = {}
-        self._told: dict[str, int] = {}
+        self._reported: dict[str, int] = {}
         self._ended: dict[Pair, ev.HandoffEvent] = {}
         self._failed = False
 
@@ -149,18 +149,18 @@ class DecodeGather:
     def _progress(self, pair: Pair, proven: dict[str, int]) -> list[ev.HandoffEvent | EndPair]:
         """A token is proven when all pairs that move its bytes have proven theirs."""
         self._proven[pair] = proven
-        told: dict[str, int] = {}
+        reported: dict[str, int] = {}
         for group in proven:
             carriers = [other for other, groups in self._pairs.items() if group in groups]
             ends = [self._proven.get(other, {}).get(group) for other in carriers]
             known = [end for end in ends if end is not None]
             if len(known) == len(ends):
-                told[group] = min(known)
-        told = {**self._told, **told}
-        if told == self._told:
+                reported[group] = min(known)
+        reported = {**self._reported, **reported}
+        if reported == self._reported:
             return []
-        self._told = told
-        return [ev.DecodeProgress(self._key, told)]
+        self._reported = reported
+        return [ev.DecodeProgress(self._key, reported)]
 
     def _fail(self, pair: Pair, event: ev.DecodeFailed) -> list[ev.HandoffEvent | EndPair]:
         if self._failed:
@@ -175,7 +175,9 @@ class DecodeGather:
             gone = isinstance(event, ev.DecodeReleased) and not self._failed
             return list(self._end_others(pair, "aborted")) if gone else []
         ends = list(self._ended.values())
-        seeds = [e.seeds for (source, _), e in sorted(self._ended.items()) if source == self._sampling and _good(e)]
+        seeds = [
+            e.seeds for (source, _), e in sorted(self._ended.items()) if source == self._sampling and _is_committed(e)
+        ]
         if not self._failed and all(isinstance(end, ev.DecodeCommitted) for end in ends):
             good = [end for end in ends if isinstance(end, ev.DecodeCommitted)]
             num_bytes, num_runs = sum(end.num_bytes for end in good), sum(end.num_runs for end in good)
@@ -185,7 +187,7 @@ class DecodeGather:
         if not self._failed and all(isinstance(end, ev.DecodeFinished) for end in ends):
             return [ev.DecodeFinished(self._key, seeds[0])]
         out: list[ev.HandoffEvent | EndPair] = []
-        if not self._failed and all(_good(end) for end in ends):
+        if not self._failed and all(_is_committed(end) for end in ends):
             text = "some ranks say that the request is finished, others that it is not"
             out.append(ev.DecodeFailed(self._key, "incomplete_commit", text, recoverable=True))
         return [*out, ev.DecodeReleased(self._key)]
@@ -198,7 +200,7 @@ class DecodeGather:
         ]
 
 
-def _good(event: ev.HandoffEvent) -> TypeGuard[ev.DecodeCommitted | ev.DecodeFinished]:
+def _is_committed(event: ev.HandoffEvent) -> TypeGuard[ev.DecodeCommitted | ev.DecodeFinished]:
     return isinstance(event, ev.DecodeCommitted | ev.DecodeFinished)
 
 

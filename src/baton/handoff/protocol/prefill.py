@@ -65,7 +65,7 @@ class PrefillHandoff(PrefillState):
                 return self._opened()
             case ev.PagesGiven():
                 self._engine_step(name)
-                return self._say_admitted()
+                return self._send_admitted()
             case ev.Received(message):
                 return self._receive(message, name)
             case ev.Declared() | ev.LayersWritten() | ev.LayersWithdrawn():
@@ -95,7 +95,7 @@ class PrefillHandoff(PrefillState):
             return [ev.Notify(ev.PrefillReleased(self.key, self.reason))]
         return self._advance()
 
-    def _say_admitted(self) -> list[ev.Action]:
+    def _send_admitted(self) -> list[ev.Action]:
         admitted = self.engine is EnginePhase.ADMITTED and self.peer is PeerPhase.ANNOUNCED
         return [ev.Send(msg.Admitted(self.key))] if admitted and self.phase is Phase.OPEN else []
 
@@ -131,7 +131,7 @@ class PrefillHandoff(PrefillState):
             case msg.Announce():
                 self._peer_step(name)
                 # The first token may already have ended the request.
-                return self._tell_finished() if self.phase is Phase.ENDED else self._say_admitted() + self._reply()
+                return self._send_finished() if self.phase is Phase.ENDED else self._send_admitted() + self._reply()
             case msg.Register():
                 return self._registered(message, name)
             case msg.ReadDone() if self.phase is Phase.READY:
@@ -146,7 +146,9 @@ class PrefillHandoff(PrefillState):
             case msg.Cancel(_, reason, text):
                 return self._cancelled(reason, text)
             case msg.Cancelled(_, reason):
-                return self._fail(reason, "cancelled by the decode side", tell=False) + self._settle(peer_quiet=True)
+                return self._fail(reason, "cancelled by the decode side", send_cancel=False) + self._settle(
+                    peer_quiet=True
+                )
         raise AssertionError(f"{name} is in the table and has no handler")
 
     def _registered(self, message: msg.Register, name: str) -> list[ev.Action]:
@@ -158,7 +160,7 @@ class PrefillHandoff(PrefillState):
             raise ProtocolError("REGISTER for push must bring a block table for each group")
         self._peer_step(name)
         if self.phase is Phase.ENDED:
-            return self._tell_finished()
+            return self._send_finished()
         if self.phase is not Phase.OPEN:
             # The attempt ended before D registered.
             return self._reply()
@@ -182,7 +184,7 @@ class PrefillHandoff(PrefillState):
         """CANCEL is answered when P's own copies have ended."""
         if self.closing or self.closed:
             return self._answer()
-        actions = self._fail(reason, text, tell=False)
+        actions = self._fail(reason, text, send_cancel=False)
         # If the attempt closed at once, CANCELLED is among the actions.
         return actions + self._answer() if self.phase in AWAITING else actions
 
@@ -232,7 +234,7 @@ class PrefillHandoff(PrefillState):
             raise ProtocolError(f"REPAIR of round {message.round} after round {self.round}")
         if self.round == self.max_retries:
             return self._fail("integrity_failed", f"still bad after {self.round} repairs")
-        copies = self._ranges.again(self._register, message)
+        copies = self._ranges.repair(self._register, message)
         self._step("repair")
         self._offer, self.round = None, message.round
         return [ev.Count("repairs"), *copies, *self._advance()]
@@ -241,9 +243,9 @@ class PrefillHandoff(PrefillState):
         """No copy is outstanding: free the pages, and notify D."""
         self._step("copies ended")
         actions = self._release("finished")
-        return actions + self._tell_finished() if self.claimed else actions
+        return actions + self._send_finished() if self.claimed else actions
 
-    def _tell_finished(self) -> list[ev.Action]:
+    def _send_finished(self) -> list[ev.Action]:
         assert self._seeds is not None
         return self._make_offer(msg.Finished(self.key, self._seeds))
 
@@ -265,7 +267,7 @@ class PrefillHandoff(PrefillState):
         if event.ok:
             return self._advance() + self._progress([copy])
         if self.copies.may_retry:
-            return self.copies.again(copy)
+            return self.copies.retry(copy)
         return self._fail("transfer_failed", event.message)
 
     def _progress(self, copies: Sequence[ev.StartCopy]) -> list[ev.Action]:
@@ -274,13 +276,13 @@ class PrefillHandoff(PrefillState):
             return []
         return [action for copy in copies for action in self._ranges.progress(copy)]
 
-    def _fail(self, reason: str, message: str, tell: bool = True) -> list[ev.Action]:
+    def _fail(self, reason: str, message: str, send_cancel: bool = True) -> list[ev.Action]:
         if self.closing or self.closed:
             return []
         self._step("fail")
         self.reason = reason
         actions: list[ev.Action] = []
-        if tell and self.peer is not PeerPhase.SILENT:
+        if send_cancel and self.peer is not PeerPhase.SILENT:
             actions.append(ev.Send(msg.Cancel(self.key, reason, message[:2000])))
         return actions + self.copies.cancel() + self._settle()
 
@@ -300,7 +302,7 @@ class PrefillHandoff(PrefillState):
         # A tombstone answers until its ticket expires.
         self._ticket, self._register, self._offer = "", None, None
         self._ranges.forget()
-        self._forget_story()
+        self._trim_history()
 
     def _reply(self) -> list[ev.Action]:
         return self._answer() if self.closed else self._repeat()

@@ -31,11 +31,11 @@ class Greeting:
         self._fields = {**facts, **geometry_fields(instance)}
         self._gathered = gathered
 
-    def own(self, connection: Connection, with_descriptor: bool) -> Hello:
+    def own_hello(self, connection: Connection, with_descriptor: bool) -> Hello:
         descriptor = self._descriptor if with_descriptor else None
         return msgspec.structs.replace(self.hello, challenge=connection.challenge, descriptor=descriptor)
 
-    def proven(self, side: Side, address: str, challenge: bytes, hello: Hello) -> Hello:
+    def with_proof(self, side: Side, address: str, challenge: bytes, hello: Hello) -> Hello:
         """`challenge`: the peer's. `address`: the dialled one."""
         return prove(self._config.ticket_key, side, address, challenge, hello)
 

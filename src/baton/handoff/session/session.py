@@ -13,7 +13,7 @@ from baton.handoff.protocol.transitions import StoryEntry, Table
 from baton.handoff.session.base import Connection
 from baton.transports.base import Peer
 
-_STORY = 8
+_HISTORY = 8
 
 
 class SessionPhase(Phase):
@@ -71,8 +71,8 @@ class Session:
 
     def step(self, event: str) -> None:
         """Raises `UndefinedTransitionError` if `event` cannot happen in this phase."""
-        self.phase = SESSION.after(self.phase, event, self._story)
-        self._story.append((event, self.phase))
+        self.phase = SESSION.after(self.phase, event, self._history)
+        self._history.append((event, self.phase))
 
     @property
     def ready(self) -> bool:
@@ -83,7 +83,7 @@ class Session:
         return self.phase is SessionPhase.CONNECTING
 
     @property
-    def talking(self) -> bool:
+    def established(self) -> bool:
         return self.phase in (SessionPhase.CONNECTING, SessionPhase.READY)
 
     def is_same(self, other: Session) -> bool:

@@ -91,25 +91,25 @@ class Sessions:
             wait_s = min(timers.retry, timers.retry_min * 2 ** min(session.redials, _MAX_DOUBLINGS))
             session.next_hello = self.clock.monotonic() + wait_s
         else:
-            self._say_hello(session)
+            self._send_hello(session)
         return session
 
     def _session(self, connection: Connection) -> Session:
         now = self.clock.monotonic()
         return Session(connection, used=now, last_heard=now, lease=self.config.timers.lease)
 
-    def _say_hello(self, session: Session) -> None:
+    def _send_hello(self, session: Session) -> None:
         session.next_hello = self.clock.monotonic() + self.config.timers.retry
         known = bool(session.challenge)
-        hello = self.greeting.own(session.connection, with_descriptor=known)
+        hello = self.greeting.own_hello(session.connection, with_descriptor=known)
         if known:
-            hello = self.greeting.proven("dialled", session.connection.address, session.challenge, hello)
+            hello = self.greeting.with_proof("dialled", session.connection.address, session.challenge, hello)
         self.channel.send(session.connection, hello)
 
     def repeat_hello(self, now: float) -> None:
         for session in self.servers.values():
             if session.hello is None and now >= session.next_hello:
-                self._say_hello(session)
+                self._send_hello(session)
 
     def server_hello(self, session: Session, hello: Hello) -> bool:
         """Handle an answer to HELLO. True if it opens the session, or the peer is refused.
@@ -124,7 +124,7 @@ class Sessions:
             # stop.
             if hello.challenge != session.challenge:
                 session.challenge = hello.challenge
-                self._say_hello(session)
+                self._send_hello(session)
             return False
         session.connection.key = self.greeting.session_key(session.connection.challenge, hello.challenge)
         self._greet(session, hello)
@@ -196,8 +196,8 @@ class Sessions:
                 # Its attempts continue in the new session. The old transport connection may be broken at the other end.
                 self.hang_up(old)
             self._greet(session, hello)
-        own = self.greeting.own(connection, with_descriptor=proven)
-        self.channel.send(connection, self.greeting.proven("answered", self.channel.address, hello.challenge, own))
+        own = self.greeting.own_hello(connection, with_descriptor=proven)
+        self.channel.send(connection, self.greeting.with_proof("answered", self.channel.address, hello.challenge, own))
         if hello.proof and not proven:
             raise ProtocolError(f"HELLO of {hello.engine_id!r} proves no knowledge of the ticket key")
         return session
@@ -208,7 +208,7 @@ class Sessions:
     def renew(self, now: float) -> None:
         timers = self.config.timers
         for session in self._all():
-            if session.talking and now >= session.renew_sent + timers.renew:
+            if session.established and now >= session.renew_sent + timers.renew:
                 session.nonce, session.renew_sent = session.nonce + 1, now
                 self.channel.send(session.connection, Renew(timers.lease, session.nonce, stalled=self.is_stalled()))
 
@@ -231,7 +231,7 @@ class Sessions:
             return not session.peer.dead()
         return self.clock.monotonic() < session.until
 
-    def forgive(self, now: float) -> None:
+    def restart_leases(self, now: float) -> None:
         """This process was paused, so it cannot tell which peers were silent: restart all leases."""
         for session in self._all():
             session.last_heard = now

@@ -35,11 +35,11 @@ class Share:
         return Share(self.start * size, self.length * size, self.total * size)
 
 
-def _alone(tensor: Tensor) -> Sequence[Tensor]:
+def _no_gather(tensor: Tensor) -> Sequence[Tensor]:
     return (tensor,)
 
 
-def _nowhere(tensor: Tensor, stage: int) -> None:
+def _no_send(tensor: Tensor, stage: int) -> None:
     raise AssertionError("a model of one stage exchanges nothing")
 
 
@@ -50,8 +50,8 @@ class Stage:
 
     index: int = 0
     count: int = 1
-    send: SendTensor = _nowhere
-    receive: Receive = _nowhere
+    send: SendTensor = _no_send
+    receive: Receive = _no_send
 
     def layers(self, num_layers: int) -> range:
         return stage_layers(num_layers, self.index, self.count)
@@ -76,7 +76,7 @@ class TensorRank:
     rank: int = 0
     size: int = 1
     num_slices: int = 1
-    gather: Gather = _alone
+    gather: Gather = _no_gather
     stage: Stage = Stage()
     experts: ExpertRanks | None = None
 

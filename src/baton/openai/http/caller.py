@@ -120,10 +120,10 @@ def note_user(fields: Mapping[str, msgspec.Raw]) -> None:
 
 def line_of(fields: Mapping[str, object]) -> str:
     """`name=value ...` without None."""
-    return " ".join(f"{name}={_word(value)}" for name, value in fields.items() if value is not None)
+    return " ".join(f"{name}={_log_value(value)}" for name, value in fields.items() if value is not None)
 
 
-def _word(value: object) -> str:
+def _log_value(value: object) -> str:
     text = str(value)
     if len(text) > _MAX_TEXT_CHARS:
         text = f"{text[:_MAX_TEXT_CHARS]}..."

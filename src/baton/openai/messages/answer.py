@@ -53,7 +53,7 @@ def count_tokens(body: bytes, model: ServedModel) -> Json:
     check_model(request.model, model)
     try:
         chat = to_chat(request, model)
-        tools = CheckedTools.of(chat.tools, chat.tool_choice, chat.parallel_tool_calls).shown()
+        tools = CheckedTools.of(chat.tools, chat.tool_choice, chat.parallel_tool_calls).for_template()
         text = chat_text(chat, chat.messages, template_variables(chat, model), tools, model)
         return {"input_tokens": len(chat_prompt(text, chat, model))}
     except RequestError as error:

@@ -54,7 +54,7 @@ class ResponseAnswer:
 
     def __init__(self, asked: ResponsePlan, output: ChoiceOutput) -> None:
         self._asked, self._output = asked, output
-        self._items = Items(asked.id, output, asked.plan.tells_reasoning, names_of(asked.request.tools or ()))
+        self._items = Items(asked.id, output, asked.plan.returns_reasoning, names_of(asked.request.tools or ()))
         self._num_events = 0
 
     def begin(self) -> Iterable[Json]:
@@ -107,7 +107,7 @@ def _response(asked: ResponsePlan, items: Items, output: ChoiceOutput | None) ->
         "temperature": plan.asked.temperature,
         "text": request.text or {"format": {"type": "text"}},
         "tool_choice": request.tool_choice or "auto",
-        "tools": [tool.told() for tool in request.tools or ()],
+        "tools": [tool.echo() for tool in request.tools or ()],
         "top_p": plan.asked.top_p,
         "truncation": request.truncation or "disabled",
         "usage": None if output is None else _usage(plan, output),

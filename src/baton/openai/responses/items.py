@@ -22,11 +22,11 @@ class Items:
         self,
         response_id: str,
         output: ChoiceOutput,
-        tells_reasoning: bool,
+        returns_reasoning: bool,
         names: Mapping[str, CalledName] = NO_NAMES,
     ) -> None:
         self.items: list[Json] = []
-        self._id, self._output, self._tells_reasoning = response_id, output, tells_reasoning
+        self._id, self._output, self._returns_reasoning = response_id, output, returns_reasoning
         self._names = names
         self._growing: object = None
         self._arguments = ""
@@ -36,7 +36,7 @@ class Items:
         found: list[ParsedEvent] = delta.events if parsed else [Content(delta.text)]
         for event in found:
             if isinstance(event, Content | Reasoning):
-                told = self._tells_reasoning or isinstance(event, Content)
+                told = self._returns_reasoning or isinstance(event, Content)
                 if event.text and told:
                     yield from self._text(_MESSAGE if isinstance(event, Content) else _REASONING, event.text)
             else:

@@ -50,12 +50,12 @@ class ResponseTool(msgspec.Struct, kw_only=True):
     format: dict[str, Any] | None = None
     tools: list[ResponseTool] | None = None
 
-    def told(self) -> dict[str, Any]:
+    def echo(self) -> dict[str, Any]:
         """The tool as in the request, with the fields that OpenAI's type needs."""
         needed = ("parameters", "strict") if self.type == _FUNCTION else ()
         fields = msgspec.structs.asdict(self)
         told = {name: value for name, value in fields.items() if value is not None or name in needed}
-        return told | ({"tools": [tool.told() for tool in self.tools]} if self.tools else {})
+        return told | ({"tools": [tool.echo() for tool in self.tools]} if self.tools else {})
 
 
 class ChosenTool(msgspec.Struct, kw_only=True):

@@ -152,7 +152,7 @@ class VllmClient(EngineClient):
                 found.setdefault(sample.name, []).append(sample.value)
         return found
 
-    async def tell(self, kv_transfer_params: dict[str, object], adapter: str | None = None) -> Completion:
+    async def send_params(self, kv_transfer_params: dict[str, object], adapter: str | None = None) -> Completion:
         """Send a completion request of one token to the model or an adapter.
 
         Raises `EngineUnavailableError`, `ProtocolError`.
@@ -234,7 +234,7 @@ class VllmClient(EngineClient):
                         if choice.finish_reason is None:
                             yield chunk
                         elif more and choice.finish_reason == "length":
-                            yield _goes_on(chunk)
+                            yield _without_finish(chunk)
                             last = TokenChunk(request_id=request.request_id)
                         else:
                             last = chunk
@@ -261,7 +261,7 @@ class VllmClient(EngineClient):
         with convert_errors(f"engine {self.url}", EngineUnavailableError):
             chunk = with_metrics(request, to_chunk(request, answer.choices[0], position), answer.metrics)
         more = request.sampling_params.max_tokens - position > 1
-        return _goes_on(chunk) if more else chunk, answer.kv_transfer_params or {}
+        return _without_finish(chunk) if more else chunk, answer.kv_transfer_params or {}
 
     async def _served(self, request: GenerateRequest) -> str:
         """The name of the request's model or adapter. Raises the errors of `info`, and `IncompatiblePeerError`."""
@@ -288,6 +288,6 @@ class VllmClient(EngineClient):
         return decode_answer(body, kind, f"{self.url} is not a vLLM server")
 
 
-def _goes_on(chunk: TokenChunk) -> TokenChunk:
+def _without_finish(chunk: TokenChunk) -> TokenChunk:
     """A chunk of a leg limited to one token must not end the request."""
     return msgspec.structs.replace(chunk, finish_reason=None) if chunk.finish_reason == "length" else chunk

@@ -48,7 +48,7 @@ class VllmBatonConnector(VllmConnector):
         async def on_end(outcome: HandoffOutcome) -> None:
             if outcome in ("failed", "aborted") or (seeded and outcome == "finished_early"):
                 # The decode server may never have seen its leg.
-                await p.tell(leg_params(LegParams(role="cancel", ticket=ticket)))
+                await p.send_params(leg_params(LegParams(role="cancel", ticket=ticket)))
 
         chunks = (self._in_turn if seeded else self._at_once)(request, prefill, decode, ticket)
         return Legs(chunks, on_end=on_end)
@@ -108,24 +108,24 @@ class VllmBatonConnector(VllmConnector):
         wanted = LegParams(role="decode", ticket=ticket)
         decoding = d.leg(request, leg_params(wanted), is_padded=self._computes_one(d))
         if self._truncates(p):
-            short = _short(request, self._handed_over(p, len(tokens)))
+            short = _shortened(request, self._handed_over(p, len(tokens)))
             return {"prefill": errors_only(p.leg(short, offered, first_only=True)), "decode": decoding}
         first = p.leg(request, offered, first_only=True)
         return {"prefill": errors_only(first) if draws_anew(request, prefill) else first, "decode": decoding}
 
     async def _adapters(self, client: VllmClient) -> dict[str, str]:
-        told = {name: (await self._told(client, name)).adapter for name in client.adapters}
+        told = {name: (await self._ask_identity(client, name)).adapter for name in client.adapters}
         return {name: adapter for name, adapter in told.items() if adapter}
 
-    async def _told(self, client: VllmClient, adapter: str | None = None) -> VllmIdentity:
-        answer = await client.tell(leg_params(LegParams(role="identify")), adapter)
+    async def _ask_identity(self, client: VllmClient, adapter: str | None = None) -> VllmIdentity:
+        answer = await client.send_params(leg_params(LegParams(role="identify")), adapter)
         try:
             return msgspec.convert((answer.kv_transfer_params or {}).get(BATON_PARAM), VllmIdentity)
         except msgspec.ValidationError as error:
             raise ProtocolError(f"{client.url} does not run BatonConnector: {error}") from None
 
     async def _identify(self, client: VllmClient, role: Role) -> VllmIdentity:
-        identity = await self._told(client)
+        identity = await self._ask_identity(client)
         if role not in ("both", *identity.roles):
             raise RequestError(f"{client.url} has roles {identity.roles}, not {role!r}", "role")
         if identity.data_parallel_rank != client.rank:
@@ -149,7 +149,7 @@ class VllmBatonConnector(VllmConnector):
         return num_tokens - 1 if identity is None else identity.handed_over(num_tokens)
 
 
-def _short(request: GenerateRequest, handed_over: int) -> GenerateRequest:
+def _shortened(request: GenerateRequest, handed_over: int) -> GenerateRequest:
     """A prefill leg of the handed-over tokens. It must sample the prompt's next token, since the drafter's last entry
     depends on it.
     """

@@ -66,7 +66,7 @@ class VllmPrefixMove:
             await end_task(self._sending)
             if not self._received:
                 with contextlib.suppress(BatonError):
-                    await self.source.tell(leg_params(LegParams(role="cancel", ticket=self.ticket)))
+                    await self.source.send_params(leg_params(LegParams(role="cancel", ticket=self.ticket)))
 
     async def _receive(self) -> Chunks:
         """Raises the errors of `VllmClient.first_token`, those of the source's leg if it fails first, and

@@ -71,7 +71,7 @@ class BlockIndex:
 
     def __init__(self, max_blocks: int = 1 << 20, has_salt_keys: bool = False) -> None:
         """`has_salt_keys`: events have `salt_key` instead of a salt."""
-        self._most, self.has_salt_keys = max_blocks, has_salt_keys
+        self._max_blocks, self.has_salt_keys = max_blocks, has_salt_keys
         self._groups: dict[int, _Group] = {}
         self.num_blocks = self.num_unknown = 0
 
@@ -149,7 +149,7 @@ class BlockIndex:
                 group.keys[own] = parent
                 group.held[parent] = group.held.get(parent, 0) + 1
                 self.num_blocks += 1
-        if self.num_blocks > self._most:
+        if self.num_blocks > self._max_blocks:
             self._shrink()
         return True
 

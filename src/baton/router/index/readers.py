@@ -34,10 +34,10 @@ class EventReaders:
         """
         self.stop(url)
         base, rank = split_rank(url)
-        endpoint = self._sources.get(url) or _at(base, info.kv_events_port)
+        endpoint = self._sources.get(url) or _on_host(base, info.kv_events_port)
         if endpoint is None:
             return None
-        replay = self._replays.get(url) or _at(base, info.kv_events_replay_port)
+        replay = self._replays.get(url) or _on_host(base, info.kv_events_replay_port)
         index = BlockIndex(has_salt_keys=info.kv_events_port > 0)
         subscriber = self.subscribers[url] = EventSubscriber(index, endpoint, replay, rank)
         self._tasks[url] = asyncio.get_running_loop().create_task(subscriber.run())
@@ -73,7 +73,7 @@ def read_sources(texts: Sequence[str], field: str) -> dict[str, str]:
     return found
 
 
-def _at(base: str, port: int) -> str | None:
+def _on_host(base: str, port: int) -> str | None:
     """The endpoint on an engine's own host: an engine reports a port, never a host."""
     if not 0 < port < 1 << 16:
         return None

@@ -6,7 +6,7 @@ import random
 
 from baton.errors import ConfigError
 from baton.router.config.policy_config import DEFAULT_POLICY, PolicyConfig, read_config
-from baton.router.policies.base import Asked, Policies, Policy
+from baton.router.policies.base import EngineNeeds, Policies, Policy
 from baton.router.policies.cache_aware import CacheAware
 from baton.router.policies.consistent_hash import ConsistentHash
 from baton.router.policies.least_loaded import LeastLoaded
@@ -16,7 +16,7 @@ from baton.router.policies.round_robin import RoundRobin
 __all__ = [
     "DEFAULT_POLICY",
     "POLICIES",
-    "Asked",
+    "EngineNeeds",
     "Policies",
     "Policy",
     "PolicyConfig",

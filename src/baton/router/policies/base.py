@@ -15,7 +15,7 @@ from baton.wire import Role
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class EngineNeeds:
     """What a request needs from an engine of one role. `session`: the conversation id. `decodes`: the engine also
     decodes. `receives`: its KV comes from a prefill engine. `elsewhere`: tokens of the prompt that another engine would
     hand back."""
@@ -36,17 +36,17 @@ class Asked:
         return moved if moved >= max(1, config.min_hand_back_length) else 0
 
 
-def cost(asked: Asked, engine: PooledEngine, config: PolicyConfig) -> float:
+def cost(needs: EngineNeeds, engine: PooledEngine, config: PolicyConfig) -> float:
     """The cost of this request on this engine, in prompt tokens."""
-    uncached = asked.uncached(engine)
-    moved = uncached if asked.receives else asked.handed_back(engine, config)
-    return config.moved_weight * moved + config.uncached_weight * (uncached - moved) + other_load(asked, engine, config)
+    uncached = needs.uncached(engine)
+    moved = uncached if needs.receives else needs.handed_back(engine, config)
+    return config.moved_weight * moved + config.uncached_weight * (uncached - moved) + other_load(needs, engine, config)
 
 
-def other_load(asked: Asked, engine: PooledEngine, config: PolicyConfig) -> float:
+def other_load(needs: EngineNeeds, engine: PooledEngine, config: PolicyConfig) -> float:
     """The cost of the engine's other requests. A prefill engine has only prompts."""
     found = config.queued_weight * engine.all_queued_tokens
-    if asked.decodes:
+    if needs.decodes:
         found += config.leg_weight * engine.all_inflight + config.kv_weight * engine.all_kv_tokens
     return found
 
@@ -59,15 +59,15 @@ class Policy(ABC):
         self._config, self._random = config, source
         self._turn = 0
 
-    def choose(self, asked: Asked, among: Sequence[PooledEngine]) -> PooledEngine:
+    def choose(self, needs: EngineNeeds, among: Sequence[PooledEngine]) -> PooledEngine:
         """Equal engines take turns."""
-        chosen = self._pick(asked, among)
+        chosen = self._pick(needs, among)
         self._turn += 1
         chosen.order = self._turn
         return chosen
 
     @abstractmethod
-    def _pick(self, asked: Asked, among: Sequence[PooledEngine]) -> PooledEngine:
+    def _pick(self, needs: EngineNeeds, among: Sequence[PooledEngine]) -> PooledEngine:
         """`order` is lower for engines chosen longer ago."""
 
 

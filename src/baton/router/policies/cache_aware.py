@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.router.policies.base import Asked, Policy, cost
+from baton.router.policies.base import EngineNeeds, Policy, cost
 from baton.router.pooled_engine import PooledEngine
 
 
@@ -14,7 +14,7 @@ class CacheAware(Policy):
     name = "cache_aware"
     uses_prefixes = True
 
-    def _pick(self, asked: Asked, among: Sequence[PooledEngine]) -> PooledEngine:
+    def _pick(self, needs: EngineNeeds, among: Sequence[PooledEngine]) -> PooledEngine:
         if len(among) == 1:
             return among[0]
-        return min(among, key=lambda engine: (cost(asked, engine, self._config), engine.order))
+        return min(among, key=lambda engine: (cost(needs, engine, self._config), engine.order))

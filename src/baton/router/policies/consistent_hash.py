@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 
-from baton.router.policies.base import Asked, Policy
+from baton.router.policies.base import EngineNeeds, Policy
 from baton.router.pooled_engine import PooledEngine
 
 # An engine may have this many times the mean number of legs.
@@ -24,13 +24,13 @@ class ConsistentHash(Policy):
 
     name = "consistent_hash"
 
-    def _pick(self, asked: Asked, among: Sequence[PooledEngine]) -> PooledEngine:
-        key = asked.session.encode() if asked.session else _beginning(asked)
+    def _pick(self, needs: EngineNeeds, among: Sequence[PooledEngine]) -> PooledEngine:
+        key = needs.session.encode() if needs.session else _prefix_key(needs)
         most = math.ceil(_BOUND * (1 + sum(engine.all_inflight for engine in among)) / len(among))
         ranked = sorted(among, key=lambda e: hashlib.blake2b(key + b"\0" + e.url.encode()).digest())
         return next((engine for engine in ranked if engine.all_inflight < most), ranked[0])
 
 
-def _beginning(asked: Asked) -> bytes:
-    chain = asked.prompt.chain()[:_KEY_BLOCKS]
-    return chain[-1] if chain else repr(asked.prompt.tokens).encode()
+def _prefix_key(needs: EngineNeeds) -> bytes:
+    chain = needs.prompt.chain()[:_KEY_BLOCKS]
+    return chain[-1] if chain else repr(needs.prompt.tokens).encode()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.router.policies.base import Asked, Policy, other_load
+from baton.router.policies.base import EngineNeeds, Policy, other_load
 from baton.router.pooled_engine import PooledEngine
 
 
@@ -13,6 +13,6 @@ class PowerOfTwo(Policy):
 
     name = "power_of_two"
 
-    def _pick(self, asked: Asked, among: Sequence[PooledEngine]) -> PooledEngine:
+    def _pick(self, needs: EngineNeeds, among: Sequence[PooledEngine]) -> PooledEngine:
         two = self._random.sample(list(among), min(2, len(among)))
-        return min(two, key=lambda engine: (other_load(asked, engine, self._config), engine.order))
+        return min(two, key=lambda engine: (other_load(needs, engine, self._config), engine.order))

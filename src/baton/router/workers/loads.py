@@ -88,7 +88,7 @@ class WorkerLoads:
     def num_running_elsewhere(self) -> int:
         return sum(self._cells[other * _ROW_CELLS] for other in range(self._num) if other != self._worker)
 
-    def tell(self, engine: EngineWithLoad) -> None:
+    def publish(self, engine: EngineWithLoad) -> None:
         """Publish the load of an engine."""
         slot = self._slots.get(engine.url)
         if slot is None and (slot := self._new_slot(engine.url)) is None:
@@ -101,12 +101,12 @@ class WorkerLoads:
         if now - self._read_at < _FRESH_S:
             return
         self._read_at = now
-        found = self._elsewhere()
+        found = self._other_loads()
         for engine in engines:
             counts = found.get(_key(engine.url))
             engine.others = NO_LOAD if counts is None else OtherLoad(*counts)
 
-    def _elsewhere(self) -> dict[int, list[int]]:
+    def _other_loads(self) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}
         for other in range(self._num):
             if other == self._worker:

@@ -138,7 +138,7 @@ class Siblings:
     async def statuses(self) -> list[dict[str, Any]]:
         return [msgspec.json.decode(page) for page in await self._ask("status")]
 
-    async def tell(self, change: str, body: bytes) -> None:
+    async def broadcast(self, change: str, body: bytes) -> None:
         """Repeat in all other processes a change made in this one. Those that do not answer soon get it later."""
         self._num_changes += 1
         path = f"{change}?sender={self._start}&number={self._num_changes}"

@@ -48,32 +48,32 @@ class WorkerProcesses:
         Raises `BatonError` if one ends soon after its start.
         """
         before = {number: signal.signal(number, self._pass_on) for number in _HANDLED}
-        told, tell = os.pipe()
+        ready_pipe, ready_fd = os.pipe()
         try:
             for number in range(self._num):
-                self._start(number, tell)
-            self._await_ready(told, tell, on_ready)
+                self._start(number, ready_fd)
+            self._await_ready(ready_pipe, ready_fd, on_ready)
             while self._running:
-                self._ended(*os.waitpid(-1, 0), tell)
+                self._ended(*os.waitpid(-1, 0), ready_fd)
         except BaseException:
             self._pass_on(signal.SIGTERM)
             while self._running:
                 self._running.pop(os.waitpid(-1, 0)[0], None)
             raise
         finally:
-            os.close(told)
-            os.close(tell)
+            os.close(ready_pipe)
+            os.close(ready_fd)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _await_ready(self, told: int, tell: int, on_ready: Callable[[], None]) -> None:
+    def _await_ready(self, ready_pipe: int, ready_fd: int, on_ready: Callable[[], None]) -> None:
         missing = self._num
         while missing > 0 and self._running:
-            if select.select([told], [], [], _LOOK_S)[0]:
-                missing -= len(os.read(told, missing))
+            if select.select([ready_pipe], [], [], _LOOK_S)[0]:
+                missing -= len(os.read(ready_pipe, missing))
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid:
-                self._ended(pid, status, tell)
+                self._ended(pid, status, ready_fd)
         if not missing:
             on_ready()
 
@@ -82,7 +82,7 @@ class WorkerProcesses:
         for pid in self._running:
             os.kill(pid, number)
 
-    def _ended(self, pid: int, status: int, tell: int) -> None:
+    def _ended(self, pid: int, status: int, ready_fd: int) -> None:
         number, started = self._running.pop(pid)
         self._on_end(number)
         if self._ending:
@@ -91,24 +91,24 @@ class WorkerProcesses:
         if time.monotonic() - started < self._young_s:
             raise BatonError(f"router process {number} ended with {code} soon after its start")
         logger.error("router process %d ended with %d; another takes its place", number, code)
-        self._start(number, tell)
+        self._start(number, ready_fd)
 
-    def _start(self, number: int, tell: int) -> None:
+    def _start(self, number: int, ready_fd: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         # Otherwise a signal could arrive when a child is not recorded yet, or still has the parent's handler.
         signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
         pid = os.fork()
         if not pid:
-            self._become(number, tell)
+            self._run_worker(number, ready_fd)
         self._running[pid] = number, time.monotonic()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
 
-    def _become(self, number: int, tell: int) -> NoReturn:
+    def _run_worker(self, number: int, ready_fd: int) -> NoReturn:
         status = 1
 
         def ready() -> None:
-            os.write(tell, b".")
+            os.write(ready_fd, b".")
 
         try:
             die_with_parent()

@@ -57,7 +57,7 @@ class _Mapped:
     shift: Runs
     opened: list[int]
 
-    def here(self, addresses: Runs, nbytes: Runs) -> Runs:
+    def to_local(self, addresses: Runs, nbytes: Runs) -> Runs:
         """Local addresses. Raises `TransportError` outside the peer's regions."""
         at = np.searchsorted(self.start, addresses, side="right") - 1
         if bool((at < 0).any()) or bool((addresses + nbytes > self.stop[at]).any()):
@@ -144,7 +144,7 @@ class CudaIpcLibrary(Library):
     def issue(self, peer: RemotePeer, direction: Direction, rows: Runs) -> Launch | None:
         assert self._driver is not None
         here = rows.copy()
-        here[:, 1] = self._peers[peer.endpoint].here(rows[:, 1], rows[:, 2])
+        here[:, 1] = self._peers[peer.endpoint].to_local(rows[:, 1], rows[:, 2])
         if rows[0, 0] == self._bounce.ctypes.data:
             self._driver.read(*here[0].tolist())
             return None
@@ -155,7 +155,7 @@ class CudaIpcLibrary(Library):
         assert self._driver is not None
         return handle is None or self._driver.done(handle)
 
-    def take_in(self) -> None:
+    def receive_rest(self) -> None:
         """Nothing to receive: a peer's kernel writes directly into this side's memory."""
 
 

@@ -152,7 +152,7 @@ class Driver:
             for job in [job for job in peer.jobs if self._is_quiet(job)]:
                 self._end(peer, job, peer.broken)
             if peer.jobs and peer.gone() and all(self._library.ended(job.handle) for job in peer.jobs):
-                self._take_in()
+                self._receive_rest()
                 self._fail(peer)
         moving = any(not job.failed for peer in peers for job in peer.jobs)
         if endpoint in self._added and not moving and not self._users(endpoint):
@@ -187,22 +187,22 @@ class Driver:
         while peer.jobs:
             self._end(peer, peer.jobs[0], peer.broken)
 
-    def _take_in(self) -> None:
+    def _receive_rest(self) -> None:
         for _ in range(-(-held_bytes() // RECEIVED_BYTES)):
             for line, frame in self.lifeline.wait(0):
                 self._on_frame(line, frame)
-        self._library.take_in()
+        self._library.receive_rest()
 
     def _prove(self, peer: RemotePeer) -> None:
         try:
-            self._take_in()
+            self._receive_rest()
             peer.taken_in = True
         finally:
             peer.proving = False
 
     def _drain(self, line: Line) -> None:
         """Receive what a peer with a failed connection had sent, then answer."""
-        self._take_in()
+        self._receive_rest()
         line.send(_DRAINED)
 
     def _advance(self, peer: RemotePeer) -> bool:
@@ -259,7 +259,7 @@ class Driver:
         pause = _POLL_S[0]
         while not self.stopping:
             try:
-                if self._turn():
+                if self._iterate():
                     pause = _POLL_S[0]
                 else:
                     time.sleep(pause)
@@ -282,7 +282,7 @@ class Driver:
             self.lifeline.say_bye()
         self.lifeline.close()
 
-    def _turn(self) -> bool:
+    def _iterate(self) -> bool:
         """False if only polling can show the end of a batch in flight."""
         firsts = [(peer, peer.jobs[0]) for peer in self.peers if peer.jobs]
         ready = any(job.handle is None for _, job in firsts)

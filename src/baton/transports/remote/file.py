@@ -104,7 +104,7 @@ class FileLibrary(Library):
         """Nothing can be cut: a worker here or a living peer may still process a batch."""
         return False
 
-    def take_in(self) -> None:
+    def receive_rest(self) -> None:
         # The peer's frames have all been passed to `on_frame`.
         wait(list(self._serving))
 
@@ -114,7 +114,7 @@ class FileLibrary(Library):
         self._asked[batch.number] = batch
         if direction == "write":
             batch.work = self._work(
-                lambda: self._ask(batch, self._store.put({_TENSOR: _gather(self._near(), batch.near)}))
+                lambda: self._ask(batch, self._store.put({_TENSOR: _gather(self._local_arrays(), batch.near)}))
             )
         else:
             self._ask(batch, "")
@@ -144,7 +144,7 @@ class FileLibrary(Library):
         future.add_done_callback(lambda _: self._lifeline.wake())
         return future
 
-    def _near(self) -> list[ByteArray]:
+    def _local_arrays(self) -> list[ByteArray]:
         return [*self._regions, self._bounce]
 
     def _ask(self, batch: Batch, key: str) -> None:
@@ -159,7 +159,7 @@ class FileLibrary(Library):
             return  # its memory may be reused
         batch.answer = answer
         if batch.direction == "read" and not answer.error:
-            batch.work = self._work(lambda: self._fetch(self._near(), answer.key, batch.near, line))
+            batch.work = self._work(lambda: self._fetch(self._local_arrays(), answer.key, batch.near, line))
 
     def _fetch(self, spans: list[ByteArray], key: str, runs: Runs, line: Line) -> None:
         entry = self._store.get(key)

@@ -116,7 +116,7 @@ class Library:
         return True
 
     def progress(self) -> None: ...
-    def take_in(self) -> None:
+    def receive_rest(self) -> None:
         """Receive all that gone peers had sent."""
         raise NotImplementedError
 

@@ -109,7 +109,7 @@ class MooncakeLibrary(Library):
     def ended(self, handle: Future[int]) -> bool:
         return handle.done()
 
-    def take_in(self) -> None:
+    def receive_rest(self) -> None:
         address = self._bounce.ctypes.data
         for _ in range(-(-held_bytes() // _ROUND_BYTES)):
             if self._engine.batch_transfer_sync_write(self._endpoint, [address], [address + 32], [1]) != 0:

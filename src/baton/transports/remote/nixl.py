@@ -125,7 +125,7 @@ class NixlLibrary(Library):
         for _ in range(_TURN_ROUNDS):
             self._agent.get_new_notifs()
 
-    def take_in(self) -> None:
+    def receive_rest(self) -> None:
         for _ in range(_MARGIN * held_bytes() // _SEGMENT_BYTES):
             self._agent.get_new_notifs()
 
