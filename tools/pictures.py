@@ -185,7 +185,7 @@ PLACES: dict[str, dict[str, Point]] = {
         "waiting": (75, 450), "placed": (240, 540), "announced": (240, 450), "admitted": (400, 450),
         "registered": (560, 450), "reading": (640, 380), "checking": (730, 450), "repairing": (640, 540),
         "read": (820, 380), "done": (890, 450), "withdrawn": (400, 620), "closing": (400, 670),
-        "stopping": (400, 720), "untold": (890, 620), "failed": (700, 670),
+        "stopping": (400, 720), "cancel due": (890, 620), "failed": (700, 670),
     },
 }  # fmt: skip
 BENDS = {
@@ -196,7 +196,7 @@ BENDS = {
 }  # fmt: skip
 COLOURS = {
     **dict.fromkeys(("stopping", "awaiting reader", "awaiting ACK", "withdrawn", "closing"), AMBER),
-    **dict.fromkeys(("failed", "untold"), RED),
+    **dict.fromkeys(("failed", "cancel due"), RED),
 }
 
 
@@ -228,7 +228,7 @@ def machines() -> str:
         for phase, (x, y) in places.items():
             fill = COLOURS.get(phase, BLUE if side == "P" else GREEN)
             picture.box((x - SIZE[0] / 2, y - SIZE[1] / 2), SIZE, [phase], fill)
-    note = "From every phase but closed, failed, untold and done, a failure leads to a phase in amber or red."
+    note = "From every phase but closed, failed, cancel due and done, a failure leads to a phase in amber or red."
     picture.text((480, 764), note, size=12)
     return picture.done()
 

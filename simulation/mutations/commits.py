@@ -59,7 +59,7 @@ def _old_round_commits() -> list[Patch]:
 def _duplicate_commit_is_progress() -> list[Patch]:
     def around(self: DecodeHandoff, committed: Handle, message: Commit) -> list[Action]:
         closing = self.phase is DecodePhase.CLOSING
-        return committed(message) + (self._settle(peer_quiet=True) if closing else [])
+        return committed(message) + (self._release_if_quiet(peer_quiet=True) if closing else [])
 
     return around_method(DecodeHandoff, "_committed", around)
 

@@ -48,7 +48,7 @@ def _free_before_ack() -> list[Patch]:
 def _timeout_then_reuse() -> list[Patch]:
     def around(self: DecodeHandoff, handle: Handle, event: MachineEvent) -> list[Action]:
         actions = handle(event)
-        return actions + self._settle(peer_quiet=True) if isinstance(event, Deadline) else actions
+        return actions + self._release_if_quiet(peer_quiet=True) if isinstance(event, Deadline) else actions
 
     return around_method(DecodeHandoff, "handle", around)
 
@@ -57,7 +57,7 @@ def _timeout_then_reuse() -> list[Patch]:
 def _timeout_frees_source() -> list[Patch]:
     def around(self: PrefillHandoff, handle: Handle, event: MachineEvent) -> list[Action]:
         actions = handle(event)
-        return actions + self._settle(peer_quiet=True) if isinstance(event, Deadline) else actions
+        return actions + self._release_if_quiet(peer_quiet=True) if isinstance(event, Deadline) else actions
 
     return around_method(PrefillHandoff, "handle", around)
 
@@ -66,7 +66,7 @@ def _timeout_frees_source() -> list[Patch]:
 def _abort_then_reuse() -> list[Patch]:
     def around(self: DecodeHandoff, handle: Handle, event: MachineEvent) -> list[Action]:
         actions = handle(event)
-        return actions + self._settle(peer_quiet=True) if isinstance(event, Abort) else actions
+        return actions + self._release_if_quiet(peer_quiet=True) if isinstance(event, Abort) else actions
 
     return around_method(DecodeHandoff, "handle", around)
 
@@ -77,7 +77,7 @@ def _free_while_reading() -> list[Patch]:
         actions = handle(event)
         if self.phase is DecodePhase.STOPPING:
             self.copies.outstanding.clear()
-            actions += self._settle()
+            actions += self._release_if_quiet()
         return actions
 
     return around_method(DecodeHandoff, "handle", around)
@@ -166,7 +166,7 @@ def _cancelled_while_copying() -> list[Patch]:
 @mutation("D says CANCELLED only when its reads have ended")
 def _cancelled_while_reading() -> list[Patch]:
     def answer(self: DecodeHandoff) -> list[Action]:
-        failed = self.closing or self.phase in (DecodePhase.UNTOLD, DecodePhase.FAILED)
+        failed = self.closing or self.phase in (DecodePhase.CANCEL_DUE, DecodePhase.FAILED)
         return [Send(Cancelled(self.key, self.reason))] if failed else []
 
     return [(DecodeHandoff, "_answer", answer)]

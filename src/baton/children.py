@@ -18,8 +18,8 @@ def start_reporting(
 ) -> tuple[subprocess.Popen[bytes], int]:
     """Start a command of `baton` with `--ready-fd`. Returns the process, and the pipe to read reports from.
 
-    The process has its own session, so Ctrl-C reaches only this process, which ends its children in order. `output`:
-    for stdout and stderr.
+    The process has its own session, so Ctrl-C reaches only this process, which shuts its children down cleanly.
+    `output`: for stdout and stderr.
     """
     read, write = os.pipe()
     try:

@@ -56,8 +56,8 @@ class HandoffParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     `ticket` names the engine as both P and D.
 
     `prefix_len`: only cached KV moves, from the engine with role `prefill` into the prefix cache of the one with role
-    `decode`, and nothing is computed. The first sends at most this many tokens of the prompt, and says with its first
-    chunk how many it holds; the second takes so many. Less than the prompt's length. None: a leg of a request.
+    `decode`, and nothing is computed. The first sends at most this many tokens of the prompt, and reports with its
+    first chunk how many it holds; the second takes so many. Less than the prompt's length. None: a leg of a request.
 
     `window_start`: for the second, the first chunk's `window_start`. `prefix_multiple`: for the first: the prefix ends
     at a multiple of it.

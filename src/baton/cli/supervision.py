@@ -42,7 +42,7 @@ class Supervisor:
     """Checks `processes` on each call of `poll`, and reports through `on_progress`.
 
     After `max_restarts` restarts of a child in a row, `failure` is set to its last line, and `poll` does nothing more.
-    A child that a signal ended in order is restarted at once, uncounted.
+    A child that shut down cleanly after a signal is restarted at once, uncounted.
     """
 
     def __init__(

@@ -30,7 +30,9 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A server's monotonic clock, `told` in seconds when ours showed `own`; `error_s`: half the question's duration."""
+    """A server's monotonic clock: it showed `told` seconds when ours showed `own`; `error_s`: half the question's
+    duration.
+    """
 
     own: float
     told: float
@@ -50,11 +52,11 @@ class Reading:
 class Server:
     """The facts that an engine's server reports.
 
-    - `roles`: the legs that it takes; both for one that does not tell.
+    - `roles`: the legs that it takes; both if unknown.
     - `connector`: "Baton" for its own engines, else the KV connector; None: none is known.
-    - `settings`: what must be equal on P and D besides the facts of `identity`, by name. A missing one is not told.
+    - `settings`: what must be equal on P and D, besides `identity`, by name. Unreported ones are missing.
     - `unreached`: control addresses that nothing listens on.
-    - `not_reported`: what it does not tell, and how it would.
+    - `not_reported`: what it does not report, and how to make it.
     - `page_size`: in tokens.
     """
 
@@ -112,7 +114,7 @@ def is_local_address(address: str) -> bool:
 
 
 def same_host(one: Server, other: Server) -> bool:
-    """Compare the servers' clocks if both tell them, else their URLs."""
+    """Compare the servers' clocks if both report them, else their URLs."""
     if one.clocks and other.clocks:
         a, b = one.clocks[0], other.clocks[0]
         return abs(a.offset - b.offset) < _SAME_CLOCK_S + a.error_s + b.error_s
@@ -162,7 +164,7 @@ class Trial:
     - `handoffs`, `failures`, `decisions`: of the router, by outcome, reason and place; `failures` of vLLM servers too,
       which the router does not see.
     - `refused`: what engines refused, by kind; `leg`: a vLLM server's, of a bad ticket or a role that it lacks.
-    - `num_bytes`, `num_runs`: of KV that decode engines received; None: they do not tell.
+    - `num_bytes`, `num_runs`: of KV that decode engines received; None: not reported.
     """
 
     num_prompt_tokens: int = 0

@@ -45,7 +45,8 @@ _EXPECTED: Mapping[str, object] = {
 
 class BlockRows:
     """The rows of blocks. `last`: the row that ends each row's block. `causal`: the cache with each row at its own
-    position. `whole`: each row is a request of its own at its block's end, so it sees the whole block."""
+    position. `whole`: each row is a separate request at its block's end, so it sees the whole block.
+    """
 
     def __init__(self, batch: DraftBatch, requests: IntArray, first: IntArray, lengths: IntArray) -> None:
         ends = np.cumsum(lengths)

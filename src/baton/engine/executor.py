@@ -46,8 +46,9 @@ class Executor(Protocol):
         ...
 
     def copy_page(self, group: str, source: int, destination: int) -> None:
-        """Copy one page before this returns. Not part of a plan: a peer may be told at once to write into the rest of
-        the page."""
+        """Copy one page before this returns. Not part of a plan: a peer may be asked at once to write into the rest of
+        the page.
+        """
         ...
 
     def close(self) -> None:
@@ -102,7 +103,7 @@ class LocalExecutor:
 
     @torch.inference_mode()
     def sample(self, plan: StepPlan, computed: TargetResult) -> StepResult:
-        """The part of `execute` on rank 0 alone."""
+        """The part of `execute` on rank 0 only."""
         logits_NV, choices = computed.logits, computed.choices
         if choices is None:
             choices = plan.sample_rows if logits_NV is None else choose_tokens(logits_NV, plan.sampling)

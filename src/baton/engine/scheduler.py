@@ -17,7 +17,7 @@ from baton.kv.block_tables import BlockTables, Destination
 from baton.kv.cache import KVCache
 from baton.kv.interval import Interval
 
-# Waiting prompts searched for short ones, beside a long one.
+# Waiting prompts searched for short ones while a long one runs.
 _LOOKED_AT = 64
 
 

@@ -1,4 +1,4 @@
-"""Computes one step: target forward, sampling, verification, drafts. If a request makes a step fail, it alone ends.
+"""Computes one step: target forward, sampling, verification, drafts. If a request makes a step fail, only it ends.
 
 A request does not change before its tokens are chosen, so rows that fail together can run again, one request at a time.
 """

@@ -14,10 +14,8 @@ from baton.kv.prefix import ROOT, Chain
 
 
 class BlockTables:
-    """One request's pages per group.
-
-    `pages`: page ids in token order, null where a window has freed them; `tables` holds the same as int32 arrays. The
-    one page of a state group is the request's slot. `scratch`: state slots that the next step writes, the first of
+    """`pages`: page ids in token order, null where a window has freed them; `tables` holds the same as int32 arrays.
+    The one page of a state group is the request's slot. `scratch`: state slots that the next step writes, the first of
     which gets the state after the last known token. `checkpoints`: slots that receive a checkpoint in this step, by
     token count. `ends`: the token count of the last checkpoint that makes room for the next. `uncached`: groups that
     lack entries which are never computed, whose pages may not enter the prefix cache.

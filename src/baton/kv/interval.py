@@ -2,7 +2,7 @@
 
 A handoff addresses KV by half-open token intervals. Lookahead slots are in no interval, so they cannot be sent.
 
-`module` says which tokens entry i of a group depends on:
+`module` determines which tokens entry i of a group depends on:
 
 - 0, the target: x_0..x_i. An entry is final once it is computed.
 - j >= 1, a drafter (MTP module j; EAGLE and EAGLE-3: 1): also x_{i+1}..x_{i+j}. For a prompt
@@ -144,7 +144,7 @@ class Rules:
         return min(num_tokens, 1) if self.kind == "state" else -(-num_tokens // page_size)
 
     def num_scratch(self, num_drafts: int) -> int:
-        """Scratch slots of a state group, besides the request's own. Other kinds write drafts into lookahead slots.
+        """Scratch slots of a state group, without the request's own. Other kinds write drafts into lookahead slots.
 
         A verification keeps the state after each of its rows. A drafter needs a slot for the state after the last known
         token, and two in turn for the states after drafts. The last draft needs no state.

@@ -1,8 +1,8 @@
 """The slots of a state group, and the checkpoints in them.
 
-A state cannot be truncated, so a prefix hit needs a checkpoint, taken at multiples of `interval` tokens, and where the
-known tokens of a request end at a multiple of `step`, which the next such checkpoint of the request replaces. It
-occupies a slot, is found by the hash chain of the tokens before it, and is evicted when a request needs the slot.
+A state cannot be truncated, so a prefix hit needs a checkpoint, taken at multiples of `interval` tokens, and where a
+request's known tokens end at a multiple of `step`; the next of these replaces the last. It occupies a slot, is found by
+the hash chain of the tokens before it, and is evicted when a request needs the slot.
 """
 
 from __future__ import annotations

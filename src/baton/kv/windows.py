@@ -16,8 +16,6 @@ from baton.kv.spec import GroupSpec
 
 
 class WindowPool(PagePool):
-    """Pages of a group with a window, as `rules` says."""
-
     def __init__(self, num_pages: int, page_size: int, rules: Rules, enable_caching: bool = True) -> None:
         super().__init__(num_pages, page_size, rules.reach, enable_caching)
         self._rules = rules

@@ -26,7 +26,7 @@ class RecordedGroup:
 class EventRecorder:
     """Events not published yet. `wake` is called when the first is added.
 
-    Above `limit` all are dropped, and consumers are told to clear what they know.
+    Above `limit` all are dropped, and consumers are asked to clear their index.
     """
 
     def __init__(self, limit: int, wake: Callable[[], None] = lambda: None) -> None:

@@ -60,7 +60,7 @@ class FileStore:
     """A store that any number of threads and processes may use at once."""
 
     def __init__(self, directory: str | Path, max_bytes: int = 8 << 30) -> None:
-        """Creates a missing directory for this user alone; expands `~`. `max_bytes` bounds all entries together; each
+        """Creates a missing directory for this user only; expands `~`. `max_bytes` bounds all entries together; each
         further writing process may exceed it by a 32nd.
 
         Raises `ConfigError`, also if another user owns it or may write to it.

@@ -152,7 +152,7 @@ def rope_section(raw: RawConfig) -> RawConfig:
 
 
 def _spelt_out(section: object, raw: RawConfig) -> object:
-    """A rope section with the fields beside it, and its type under one name, for comparison."""
+    """A rope section with its sibling fields, and its type under one name, for comparison."""
     if not isinstance(section, Mapping):
         return section
     beside = {name: raw.get(name) for name in ("rope_theta", "partial_rotary_factor")}

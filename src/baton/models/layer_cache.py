@@ -64,7 +64,7 @@ class SharedLayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class EmptyLayerSpec:
-    """A layer without KV, such as an MLP alone."""
+    """A layer without KV, such as an MLP."""
 
 
 # Planes of a layer with compressed entries: a token's row, the inputs of entries, an entry, an entry's index key.
@@ -73,8 +73,8 @@ TOKEN, OPEN, ENTRY, INDEX = "token", "open", "entry", "index"
 
 @dataclass(frozen=True, slots=True)
 class TokenPart:
-    """A part of a layer's cache: numbers per plane of each of the last `window` tokens (None: of all), or of each
-    `rate` tokens together, an entry that exists once its last token does. The same on all tensor ranks.
+    """A part of a layer's cache: the sizes of its planes, kept for each of the last `window` tokens (None: all), or for
+    each `rate` tokens: an entry that exists once its last token does. The same on all tensor ranks.
     """
 
     planes: tuple[tuple[str, int], ...]
@@ -135,7 +135,7 @@ class LatentHeads(Protocol):
 
     Expanded: S kept rows [S, C + R] become keys [S, H, D] and values [S, H, V]. Absorbed: queries [T, H, D] become
     queries [T, H, C + R] against the kept rows, and sums of latents [T, H, C] become sums of values [T, H, V].
-    `always_absorbed`: batch-invariant rows use this form alone, since the two round differently.
+    `always_absorbed`: batch-invariant rows always use this form, since the two round differently.
     """
 
     value_dim: int

@@ -5,7 +5,7 @@ route on other engines. The effect of a handoff is judged by engine pair: the fi
 engine's drafts) and the later ones.
 
 An alarm means less than half of the acceptance elsewhere, a fall that different prompts do not explain. For handed-off
-requests the prefill engine's drafts tell how hard the prompt is, so smaller falls are found.
+requests the prefill engine's drafts show how hard the prompt is, so smaller falls are found.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def _add_refusals(app: web.Application) -> None:
 
 
 def add_health(app: web.Application, health: Handler) -> None:
-    """Both paths answer alike; `/ping` is SageMaker's."""
+    """Both paths give the same answer; `/ping` is SageMaker's."""
     app.router.add_get("/health", health)
     app.router.add_get("/ping", health)
     app.router.add_post("/ping", health)

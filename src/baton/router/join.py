@@ -29,7 +29,7 @@ class LegFailed(Exception):
 
 
 class TokenMismatch(HandoffError):
-    """Engines disagree on output token `position`: the client has `sent`, another engine `said` its own."""
+    """Engines disagree on output token `position`: the client has `sent`, another engine chose `said`."""
 
     def __init__(self, position: int, sent: int, said: int) -> None:
         super().__init__("token_mismatch", f"output token {position} was {sent}, now it is {said}")

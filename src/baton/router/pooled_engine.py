@@ -37,8 +37,8 @@ class _Leg:
 
 @dataclass(slots=True, eq=False)
 class PooledEngine:
-    """An engine of a router's pool. Counts cover this process's requests, with tokens as expected at routing. `others`:
-    those of the router's other processes; `all_...`: the sums.
+    """Counts cover this process's requests, with tokens as expected at routing. `others`: those of the router's other
+    processes; `all_...`: the sums.
     """
 
     client: EngineClient

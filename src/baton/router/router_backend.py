@@ -75,7 +75,7 @@ class RouterBackend:
         routes: Routes | None = None,
         hand_backs: HandBacks | None = None,
     ) -> None:
-        """`routes` None: the default policies, and decode engines compute no prompt alone."""
+        """`routes` None: the default policies, and decode engines compute no whole prompt."""
         self.pool = pool
         self.decisions = Decisions()
         self.hand_backs = hand_backs or HandBacks(connector, PolicyConfig())

@@ -166,8 +166,8 @@ class Routes:
         return Route("cached", best, max_prefill_tokens=limit)
 
     def _turn_limit(self, needs: EngineNeeds, prefill: Sequence[PooledEngine]) -> int:
-        """How many tokens a decode engine that holds the rest may compute, because prefill engines lack earlier answers
-        and would compute many more.
+        """The most tokens of a prompt that a decode engine may compute because prefill engines, lacking earlier
+        answers, would compute many more.
         """
         config = self._policies.config
         if not config.max_turn_prefill_length:

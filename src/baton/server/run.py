@@ -64,7 +64,7 @@ async def _serve(
     on_ready: Callable[[], None],
     shutdown_timeout_s: float,
 ) -> str | None:
-    """Serve until told to end (returns None) or until the engine fails (returns the cause)."""
+    """Serve until a signal (returns None) or until the engine fails (returns the cause)."""
     loop, ended, failures = asyncio.get_running_loop(), asyncio.Event(), list[str]()
 
     def failed(cause: str) -> None:

@@ -171,7 +171,8 @@ def prompt_of(request: Any) -> Sequence[int]:
 
 
 def ticket_of(request: Any) -> str | None:
-    """The ticket comes as `bootstrap_host`, which nothing else uses with this backend. None also if token ids alone do
-    not determine the KV."""
+    """The ticket comes as `bootstrap_host`, which nothing else uses with this backend. None also if the KV depends on
+    more than token ids.
+    """
     plain = request.multimodal_inputs is None and request.lora_id is None and request.input_embeds is None
     return request.bootstrap_host if plain else None

@@ -41,7 +41,7 @@ class FarSide(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close its transport in order. Idempotent."""
+        """Close its transport cleanly. Idempotent."""
 
     def kill(self) -> bool:
         """False if it shares this process."""

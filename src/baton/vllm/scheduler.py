@@ -154,8 +154,9 @@ class SchedulerSide:
         return self._verify_first and request.sampling_params.temperature == 0
 
     def _refuse_leg(self, request: VllmRequest, params: LegParams, why: str) -> None:
-        """Refuse a leg, and tell D at once of a prefill leg, unless the ticket is not valid for this engine or was
-        redeemed before."""
+        """Refuse a leg. D is notified at once of a refused prefill leg, unless its ticket is invalid here or was
+        redeemed before.
+        """
         self._refuse(request, why)
         if params.role == "prefill":
             with contextlib.suppress(ProtocolError):

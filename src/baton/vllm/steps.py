@@ -57,7 +57,7 @@ class AnnounceDecode:
 @dataclass(frozen=True, slots=True)
 class OpenDecode:
     """vLLM gave blocks to a decode leg of `num_tokens` tokens, the first `hit` are in place. `parked`: the request
-    waits for the rest; else no KV is wanted, but P must be told.
+    waits for the rest; else no KV is wanted, but P must be notified.
     """
 
     request_id: str

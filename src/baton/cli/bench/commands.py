@@ -35,7 +35,7 @@ def split_command(
     engine_flag: Annotated[list[str] | None, typer.Option(help="One more flag of the P/D engines.")] = None,
     json_output: JsonFlag = False,
 ) -> None:
-    """Time to first token and decode speed of a P/D deployment, beside those of one engine."""
+    """Time to first token and decode speed of a P/D deployment and of one engine."""
     from baton.bench.serve import measure_deployments
 
     spec = SpeculativeConfig.parse(speculative_config)

@@ -43,7 +43,7 @@ def load_command(
     ] = "baton",
     json_output: JsonFlag = False,
 ) -> None:
-    """Throughput and latencies of a server under load, as `vllm bench serve` tells them."""
+    """Throughput and latencies of a server under load, as `vllm bench serve` reports them."""
     from baton.bench.load_figures import parse_goodput, parse_metrics, parse_percentiles
     from baton.bench.picture import check_picture, draw_sweep
 

@@ -74,8 +74,6 @@ def layer_map(groups: Sequence[GroupSpec], kv: Mapping[str, GroupMemory], specs:
 
 
 class PagedCache:
-    """One forward's rows over the cache."""
-
     def __init__(
         self,
         backend: AttentionBackend,

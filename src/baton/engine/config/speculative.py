@@ -22,9 +22,9 @@ _OPTIONS = {"ngram": ("prompt_lookup_min", "prompt_lookup_max")}
 class SpeculativeConfig:
     """`--speculative-config`. With `num_speculative_tokens` "auto", the engine chooses it for every request and step.
 
-    `draft_kv`: the drafter's KV in a handoff. `require`: both engines must draft alike. `prefer`: move it if they do,
-    else start cold. `drop`: never move it. `prompt_lookup_min`, `prompt_lookup_max`: lengths of the n-grams that
-    `ngram` looks up. `draft_tensor_parallel_size`: 1 if given, since every tensor rank holds the whole drafter.
+    `draft_kv`: the drafter's KV in a handoff. `require`: both engines must have the same drafter. `prefer`: move it if
+    they do, else start cold. `drop`: never move it. `prompt_lookup_min`, `prompt_lookup_max`: lengths of the n-grams
+    that `ngram` looks up. `draft_tensor_parallel_size`: 1 if given, since every tensor rank holds the whole drafter.
     """
 
     method: str

@@ -33,7 +33,7 @@ from baton.handoff.protocol.events import (
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.wire import allows_recovery
 
-# Reasons of a failed leg that the peer's engine is told; others are `failed`.
+# Failure reasons that are sent to the peer's engine; others are `failed`.
 _PEER_REASONS = ("queue_timeout", "nonfinite_logits")
 
 
@@ -79,7 +79,7 @@ class HandoffLegs:
             self.agent.announce_decode(request.ticket)
 
     def set_ready(self, request: Request) -> None:
-        """The request of a decode leg waits for P's admission alone."""
+        """The request of a decode leg waits only for P's admission."""
         assert request.ticket is not None
         leg = self.open.get(request.ticket.key)
         if leg is not None:

@@ -15,7 +15,7 @@ from baton.wire import Integrity, KVStream, Recovery
 
 class LegStatus(Phase):
     OPENED = "opened"
-    READY = "ready"  # D: the request waits for P's admission alone
+    READY = "ready"  # D: the request waits only for P's admission
     ADMITTED = "admitted"
     QUEUED = "queued"  # D: ready and admitted, so the request may have pages
     DETACHED = "detached"  # D: the request continues without this handoff; the agent has not released it yet
@@ -39,7 +39,7 @@ LEG = Table(
 
 @dataclass(slots=True, eq=False)
 class Leg:
-    """`phase` changes as `LEG` says.
+    """`phase` follows the table `LEG`.
 
     On D, `sent_groups`: groups that P sends (None: all). `wanted`: the entries that P may write. `proven`: the end of
     the entries that digests have proven.

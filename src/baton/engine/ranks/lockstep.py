@@ -29,12 +29,12 @@ _WAVE = struct.Struct("<Q")
 
 
 class Peers(Protocol):
-    """Engines that compute with this one. `ended`: a loop that was told to stop may stop now."""
+    """Engines that compute with this one. `ended`: a loop that should stop may stop now."""
 
     ended: bool
 
     def turn(self, step: Callable[[], bool], stops: bool) -> bool:
-        """Whether another turn must follow at once. `stops`: the loop was told to stop."""
+        """Whether another turn must follow at once. `stops`: the loop should stop."""
         ...
 
     def may_sleep(self, stops: bool) -> bool:

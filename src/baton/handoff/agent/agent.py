@@ -39,7 +39,7 @@ _CLOSING_WAIT_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class EngineWatch:
-    """While `is_stalled()`, peers are told that this engine hangs. `on_lost` is called once, with the cause and on
+    """While `is_stalled()`, peers are notified that this engine hangs. `on_lost` is called once, with the cause and on
     another thread, if the agent's thread has ended or hangs. The process must then end, since nobody can prove that its
     pages are free.
     """

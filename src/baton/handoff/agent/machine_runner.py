@@ -123,7 +123,7 @@ class MachineRunner:
             self.feed(attempt, ev.Fault("internal_error", str(error)))
 
     def fail(self, attempt: Attempt, reason: str, message: str, quiet: bool = False) -> None:
-        """`quiet`: the peer has said that its copies ended."""
+        """`quiet`: the peer reported that its copies ended."""
         self.feed(attempt, ev.PeerLost(reason, message, quiet or attempt.fenced))
 
     def stalled(self, session: Session) -> None:

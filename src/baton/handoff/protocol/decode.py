@@ -79,7 +79,7 @@ class DecodeHandoff(DecodeState):
             case ev.Deadline(message):
                 return self._fail("handoff_timeout", message)
             case ev.PeerLost(reason, message, fenced):
-                return self._fail(reason, message, send_cancel=False) + self._settle(peer_quiet=fenced)
+                return self._fail(reason, message, send_cancel=False) + self._release_if_quiet(peer_quiet=fenced)
             case ev.Tick():
                 return self._repeat()
         raise AssertionError(f"{name} is in the table and has no handler")
@@ -87,7 +87,7 @@ class DecodeHandoff(DecodeState):
     def _reached(self, groups: frozenset[str] | None) -> list[ev.Action]:
         """A session with P is open, the first or a later one."""
         self._groups = groups
-        if self.phase is Phase.UNTOLD:
+        if self.phase is Phase.CANCEL_DUE:
             self._step("reach")
             farewell, self._pending = self._pending, None
             assert farewell is not None
@@ -135,7 +135,7 @@ class DecodeHandoff(DecodeState):
                 return self._fail(reason, text, send_cancel=False)
             case msg.Cancelled(_, reason):
                 actions = self._fail(reason, "cancelled by the prefill side", send_cancel=False)
-                return actions + self._settle(peer_quiet=True)
+                return actions + self._release_if_quiet(peer_quiet=True)
             case _:
                 return self._answer()
 
@@ -156,7 +156,7 @@ class DecodeHandoff(DecodeState):
         # All copies of P were done, but a later REPAIR may have started new ones.
         current = message.round == self.round
         if self.phase is Phase.CLOSING and current:
-            return self._settle(peer_quiet=True)
+            return self._release_if_quiet(peer_quiet=True)
         if self.phase not in (Phase.REGISTERED, Phase.REPAIRING):
             return self._answer()
         if not current:
@@ -195,7 +195,7 @@ class DecodeHandoff(DecodeState):
                 self._forget()
                 return [ev.Send(msg.Ack(self.key)), ev.Notify(ev.DecodeFinished(self.key, message.seeds))]
             case Phase.WITHDRAWN | Phase.CLOSING:
-                return self._settle(peer_quiet=True)
+                return self._release_if_quiet(peer_quiet=True)
             case _:
                 return self._answer()
 
@@ -222,7 +222,7 @@ class DecodeHandoff(DecodeState):
         if copy is None:
             return []
         if self.phase is Phase.STOPPING:
-            return self._settle()
+            return self._release_if_quiet()
         if event.ok:
             return [] if self.copies.outstanding else self._read_all()
         if self.copies.may_retry:
@@ -291,15 +291,15 @@ class DecodeHandoff(DecodeState):
         self.reason, self._pending = reason, msg.Cancel(self.key, reason, message[:2000])
         failed = ev.DecodeFailed(self.key, reason, message, recoverable=reason not in ev.FINAL_REASONS)
         actions: list[ev.Action] = [ev.Notify(failed)] if notify else []
-        if self.phase is Phase.UNTOLD:
+        if self.phase is Phase.CANCEL_DUE:
             # P may hold pages, so it gets CANCEL when reached.
             self._forget()
             return [*actions, ev.Notify(ev.DecodeReleased(self.key))]
         if send_cancel:
             actions.append(ev.Send(self._pending))
-        return actions + self.copies.cancel() + self._settle()
+        return actions + self.copies.cancel() + self._release_if_quiet()
 
-    def _settle(self, peer_quiet: bool = False) -> list[ev.Action]:
+    def _release_if_quiet(self, peer_quiet: bool = False) -> list[ev.Action]:
         """`peer_quiet`: P provably writes no more."""
         # P may hold its own pages until it learns of the end.
         waits = self.copies.outstanding if self.phase is Phase.STOPPING else not peer_quiet
@@ -311,13 +311,13 @@ class DecodeHandoff(DecodeState):
 
     def _answer(self) -> list[ev.Action]:
         """After a failure, send CANCELLED once D has no outstanding copies."""
-        failed = self.phase in (Phase.WITHDRAWN, Phase.CLOSING, Phase.UNTOLD, Phase.FAILED)
+        failed = self.phase in (Phase.WITHDRAWN, Phase.CLOSING, Phase.CANCEL_DUE, Phase.FAILED)
         return [ev.Send(msg.Cancelled(self.key, self.reason))] if failed else []
 
     def _forget(self) -> None:
         # The tombstone answers until its ticket expires.
         self._pages, self._source, self._claim = {}, {}, None
-        if self.phase is not Phase.UNTOLD:
+        if self.phase is not Phase.CANCEL_DUE:
             self._pending = None
         self._digest_checks = DigestChecks({}, {})
         self._trim_history()

@@ -23,7 +23,7 @@ class DecodeState(AttemptMachine[Phase]):
     @property
     def closed(self) -> bool:
         """Only late messages are still answered."""
-        return self.phase in (Phase.UNTOLD, Phase.FAILED, Phase.DONE)
+        return self.phase in (Phase.CANCEL_DUE, Phase.FAILED, Phase.DONE)
 
     @property
     def reached(self) -> bool:

@@ -255,8 +255,9 @@ class DecodeAdmitted:
 
 @dataclass(frozen=True, slots=True)
 class DecodeCommitted:
-    """Every wanted interval of every group is in place; the pages are the engine's alone. `copied`: when the first and
-    last copy ended, in monotonic seconds."""
+    """Every wanted interval of every group is in place; only the engine uses the pages. `copied`: when the first and
+    last copy ended, in monotonic seconds.
+    """
 
     key: AttemptKey
     seeds: Seeds
@@ -307,5 +308,5 @@ HandoffEvent = (
     PrefillReleased | DecodeAdmitted | DecodeCommitted | DecodeFinished | DecodeFailed | DecodeProgress | DecodeReleased
 )
 
-# Failures after which recomputing would not help. Not P's `aborted`: it may concern P's leg alone.
+# Failures after which recomputing would not help. Not P's `aborted`: it may concern only P's leg.
 FINAL_REASONS = frozenset({"incompatible_peer", "not_final", "register_refused", "superseded"})

@@ -52,8 +52,9 @@ def target_groups(instance: Instance) -> set[str]:
 
 
 def check_pair(here: Instance, peer: Instance) -> None:
-    """Raises `IncompatiblePeerError` unless each side has every group, on its own rank alone: without an
-    `InstanceAgent`, missing bytes of other ranks would go unnoticed."""
+    """Raises `IncompatiblePeerError` unless each side has every group, on its own rank only: without an
+    `InstanceAgent`, missing bytes of other ranks would go unnoticed.
+    """
     differing: dict[str, tuple[object, object]] = {}
     for group in sorted({*here.groups, *peer.groups}):
         ranks = [[found.rank for found in instance.groups.get(group, [])] for instance in (here, peer)]

@@ -32,7 +32,7 @@ class EnginePhase(Phase):
     OPENED = "opened"  # the engine has opened its leg
     ADMITTED = "admitted"  # the engine has pages for the whole prompt
     RELEASED = "released"  # the engine knows that its pages are free
-    UNTOLD = "untold"  # ended before the engine opened its leg; notified when it does
+    RELEASE_DUE = "release due"  # ended before the engine opened its leg; notified when it does
 
 
 class PeerPhase(Phase):
@@ -57,6 +57,6 @@ class DecodePhase(Phase):
     WITHDRAWN = "withdrawn"  # failed before REGISTER; CANCEL is repeated, since P may hold pages for D
     CLOSING = "closing"  # push: failed; CANCEL is repeated, since P may write the pages
     STOPPING = "stopping"  # pull: failed; own reads are outstanding
-    UNTOLD = "untold"  # failed and released before P was reached; CANCEL follows when it is
+    CANCEL_DUE = "cancel due"  # failed and released before P was reached; CANCEL follows when it is
     FAILED = "failed"  # failed, and released
     DONE = "done"  # committed or finished

@@ -83,7 +83,7 @@ class PrefillHandoff(PrefillState):
             case ev.Deadline(message):
                 return self._fail("handoff_timeout", message)
             case ev.PeerLost(reason, message, fenced):
-                return self._fail(reason, message) + self._settle(peer_quiet=fenced)
+                return self._fail(reason, message) + self._release_if_quiet(peer_quiet=fenced)
             case ev.Tick():
                 return self._repeat()
         raise AssertionError(f"{name} is in the table and has no handler")
@@ -146,7 +146,7 @@ class PrefillHandoff(PrefillState):
             case msg.Cancel(_, reason, text):
                 return self._cancelled(reason, text)
             case msg.Cancelled(_, reason):
-                return self._fail(reason, "cancelled by the decode side", send_cancel=False) + self._settle(
+                return self._fail(reason, "cancelled by the decode side", send_cancel=False) + self._release_if_quiet(
                     peer_quiet=True
                 )
         raise AssertionError(f"{name} is in the table and has no handler")
@@ -176,7 +176,7 @@ class PrefillHandoff(PrefillState):
                 self._forget()
                 return self._release(outcome)
             case Phase.AWAITING_ACK:
-                return self._settle(peer_quiet=True)
+                return self._release_if_quiet(peer_quiet=True)
             case _:
                 return []  # nothing was committed
 
@@ -261,7 +261,7 @@ class PrefillHandoff(PrefillState):
         if not self._ranges.computed:
             self.copies.num_hidden += event.num_bytes
         if self.phase is Phase.STOPPING:
-            return self._settle()
+            return self._release_if_quiet()
         if self.phase is Phase.ENDING:
             return [] if self.copies.outstanding else self._finish()
         if event.ok:
@@ -284,9 +284,9 @@ class PrefillHandoff(PrefillState):
         actions: list[ev.Action] = []
         if send_cancel and self.peer is not PeerPhase.SILENT:
             actions.append(ev.Send(msg.Cancel(self.key, reason, message[:2000])))
-        return actions + self.copies.cancel() + self._settle()
+        return actions + self.copies.cancel() + self._release_if_quiet()
 
-    def _settle(self, peer_quiet: bool = False) -> list[ev.Action]:
+    def _release_if_quiet(self, peer_quiet: bool = False) -> list[ev.Action]:
         """`peer_quiet`: D provably reads no more."""
         waits = self.copies.outstanding if self.phase is Phase.STOPPING else not peer_quiet
         if waits or not self.closing:

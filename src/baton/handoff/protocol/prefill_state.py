@@ -37,11 +37,11 @@ class PrefillState(AttemptMachine[Phase]):
 
     @property
     def opened(self) -> bool:
-        return self.engine not in (EnginePhase.ABSENT, EnginePhase.UNTOLD)
+        return self.engine not in (EnginePhase.ABSENT, EnginePhase.RELEASE_DUE)
 
     @property
     def released(self) -> bool:
-        return self.engine in (EnginePhase.RELEASED, EnginePhase.UNTOLD)
+        return self.engine in (EnginePhase.RELEASED, EnginePhase.RELEASE_DUE)
 
     @property
     def claimed(self) -> bool:

@@ -135,8 +135,8 @@ def adapter_digest(request: bytes, adapter: str) -> bytes:
 
 
 def prefix_digest(prompt_token_ids: Sequence[int], cache_salt: str | None) -> bytes:
-    """32 bytes for a ticket by which cached KV moves (`HandoffParams.prefix_len`); never equal to a request's. It
-    covers the salt, so that both engines use one tenant's cache.
+    """32 bytes for a ticket that moves cached KV (`HandoffParams.prefix_len`); never equal to a request's. It covers
+    the salt, so that both engines use one tenant's cache.
     """
     content = ("prefix", list(prompt_token_ids), cache_salt)
     return hashlib.sha256(msgspec.msgpack.encode(content)).digest()

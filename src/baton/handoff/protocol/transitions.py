@@ -90,12 +90,12 @@ PREFILL_ENGINE = Table(
             _E.OPENED: _E.OPENED,
             _E.ADMITTED: _E.ADMITTED,
             _E.RELEASED: _E.RELEASED,
-            _E.UNTOLD: _E.RELEASED,
+            _E.RELEASE_DUE: _E.RELEASED,
         },
         "admitted": {_E.OPENED: _E.ADMITTED, _E.ADMITTED: _E.ADMITTED, _E.RELEASED: _E.RELEASED},
         "release": {
-            _E.ABSENT: _E.UNTOLD,
-            _E.UNTOLD: _E.UNTOLD,
+            _E.ABSENT: _E.RELEASE_DUE,
+            _E.RELEASE_DUE: _E.RELEASE_DUE,
             **dict.fromkeys(_OPEN_LEG, _E.RELEASED),
         },
     },
@@ -119,7 +119,12 @@ PREFILL_PEER = Table(
 # ---------------------------------------------------------------- D
 
 _D = DecodePhase
-_UNREACHED = {_D.WAITING: _D.UNTOLD, _D.PLACED: _D.UNTOLD, _D.ANNOUNCED: _D.WITHDRAWN, _D.ADMITTED: _D.WITHDRAWN}
+_UNREACHED = {
+    _D.WAITING: _D.CANCEL_DUE,
+    _D.PLACED: _D.CANCEL_DUE,
+    _D.ANNOUNCED: _D.WITHDRAWN,
+    _D.ADMITTED: _D.WITHDRAWN,
+}
 DECODE = Table(
     "D's machine",
     {
@@ -128,7 +133,7 @@ DECODE = Table(
             _D.ANNOUNCED: _D.REGISTERED,
             _D.ADMITTED: _D.REGISTERED,
         },
-        "reach": {_D.WAITING: _D.ANNOUNCED, _D.PLACED: _D.REGISTERED, _D.UNTOLD: _D.FAILED},
+        "reach": {_D.WAITING: _D.ANNOUNCED, _D.PLACED: _D.REGISTERED, _D.CANCEL_DUE: _D.FAILED},
         "admit": {_D.ANNOUNCED: _D.ADMITTED},
         "read": {_D.REGISTERED: _D.READING, _D.CHECKING: _D.READING},
         "check": {_D.REGISTERED: _D.CHECKING, _D.REPAIRING: _D.CHECKING, _D.READING: _D.CHECKING},
@@ -156,6 +161,6 @@ DECODE = Table(
             ),
             _D,
         ),
-        "placed": (_D.WAITING, _D.ANNOUNCED, _D.ADMITTED, _D.WITHDRAWN, _D.UNTOLD, _D.FAILED, _D.DONE),
+        "placed": (_D.WAITING, _D.ANNOUNCED, _D.ADMITTED, _D.WITHDRAWN, _D.CANCEL_DUE, _D.FAILED, _D.DONE),
     },
 )

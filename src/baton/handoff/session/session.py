@@ -41,7 +41,7 @@ SESSION = Table(
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """`phase` changes as `SESSION` says. `hello`: the peer's, once proven. `connecting` is set while the transport
+    """`phase` follows the table `SESSION`. `hello`: the peer's, once proven. `connecting` is set while the transport
     connects, `peer` after that. `refusal`: `(reason, message)` if no KV may be exchanged. `challenge`: the peer's that
     we last sent a proof for. The peer counts as alive for `lease` seconds after `last_heard` (monotonic seconds).
     `until`: keep redialling until then, because the previous session's process may still need the outcome of its

@@ -78,7 +78,7 @@ class DeepseekV4(CausalLM):
         return V4Layer(cast(V4Config, config), layer_id, build)
 
     def mtp_config(self, num_modules: int) -> ModelConfig:
-        """MTP modules have a window alone and routed experts."""
+        """MTP modules have only a window, and routed experts."""
         config = cast(V4Config, self.config)
         plain = replace(config.attention[0], rate=0, overlaps=False, index=None)
         attention, ropes = (plain,) * num_modules, (config.rope,) * num_modules
@@ -177,7 +177,7 @@ def _hashed(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
 
 
 def _ropes(raw: RawConfig, max_position: int) -> tuple[RopeSpec, RopeSpec]:
-    """Rotary embeddings of layers with a window alone, and of others. YaRN does not scale cos and sin, as published."""
+    """Rotary embeddings of layers with only a window, and of others. YaRN does not scale cos and sin, as published."""
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(given, Mapping):
         raise CheckpointError(f"config.json: rope_parameters is {given!r}, expected an object")

@@ -39,7 +39,7 @@ from baton.models.layers.specs import IndexSpec
 
 @dataclass(frozen=True, slots=True)
 class CompressedSpec:
-    """`rate` 0: a window alone. `overlaps`: an entry also covers the tokens of the one before."""
+    """`rate` 0: only a window. `overlaps`: an entry also covers the tokens of the one before."""
 
     head_dim: int
     window: int

@@ -1,5 +1,5 @@
-"""Hyper-connections (mHC, arXiv:2512.24880; DeepSeek-V4): the residual is N streams, which each block reads as one
-weighted sum and to which it adds its output by further weights, while a doubly stochastic matrix mixes them.
+"""Hyper-connections (mHC, arXiv:2512.24880; DeepSeek-V4): the residual is N streams. Each block reads a weighted sum of
+them, and adds its output to each by further weights, while a doubly stochastic matrix mixes them.
 
 Shapes: T rows, E hidden size, N streams; the residual [T, N E] is the streams side by side.
 """

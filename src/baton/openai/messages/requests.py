@@ -103,7 +103,7 @@ def read_request(body: bytes) -> MessagesRequest:
 
 
 def read_count(body: bytes) -> CountTokensRequest:
-    """Ignores fields of messages alone, since clients send one body to both. Raises `RequestError`."""
+    """Ignores fields of messages only, since clients send one body to both. Raises `RequestError`."""
     return decode_body(body, CountTokensRequest, served=_SERVED, also=REFUSED)
 
 

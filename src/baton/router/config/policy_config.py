@@ -12,7 +12,7 @@ DEFAULT_POLICY = "cache_aware"
 
 
 class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of policies: the JSON of `--policy-config`. Weights are in the work of computing one prompt token.
+    """The JSON of `--policy-config`. Weights are in the work of computing one prompt token.
 
     - `uncached_weight`: per prompt token to compute.
     - `moved_weight`: per prompt token to receive, by a decode engine.

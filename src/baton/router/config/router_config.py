@@ -19,7 +19,7 @@ class RouterConfig(RouterSettings):
     """A router's settings, and what its process adds to them.
 
     - `prefill`, `decode`, `both`: base URLs of engines by role. `discover`: DNS names whose addresses are engines.
-    - `kv_event_source`, `kv_event_replay_source`: `URL=ENDPOINT` of engines that do not tell where they publish.
+    - `kv_event_source`, `kv_event_replay_source`: `URL=ENDPOINT` of engines that do not report where they publish.
     - `chat_template` (a text) None: the checkpoint's. `chat_template_content_format`: how it reads the content of
       messages.
     - `worker`: which of the router's processes this is; None: the only one.

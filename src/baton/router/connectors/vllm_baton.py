@@ -136,7 +136,7 @@ class VllmBatonConnector(VllmConnector):
         return identity
 
     def _computes_one(self, decode: VllmClient) -> bool:
-        """Whether the decode server computes the prompt's last token alone."""
+        """Whether the decode server computes only the prompt's last token."""
         identity = self._identities.get(decode.url)
         return identity is not None and identity.prefill_multiple == 1
 

@@ -118,7 +118,7 @@ class BlockIndex:
         """Returns False, without changes, if the parent is unknown."""
         index, size, hashes = event.group_idx or 0, event.block_size, event.block_hashes
         if not hashes:
-            return True  # vLLM's, of a block that a window has left before it was whole
+            return True  # from vLLM, for a block that left the window before it was full
         sane = 0 <= index < _MAX_GROUPS and 0 < size <= _MAX_BLOCK_SIZE and len(event.token_ids) == size * len(hashes)
         group = self._groups.get(index)
         if not sane or (group is not None and group.block_size != size):

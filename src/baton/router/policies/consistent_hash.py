@@ -20,7 +20,7 @@ _KEY_BLOCKS = 8
 
 
 class ConsistentHash(Policy):
-    """The key is the session, or the beginning of the prompt."""
+    """The hashed key is the session, or else the beginning of the prompt."""
 
     name = "consistent_hash"
 

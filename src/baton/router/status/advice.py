@@ -20,7 +20,7 @@ MIN_REQUESTS = 50
 # Smaller changes, as a share of the TTFT, are not reported.
 _WORTH = 0.1
 _PERCENTILE = 0.9
-# If engines do not report how long prompts waited, this quantile of seconds per token counts as without waiting.
+# For engines that do not report how long prompts waited: this quantile of seconds per token counts as without waiting.
 _UNQUEUED = 0.1
 
 

@@ -1,6 +1,6 @@
 """Requests between the processes of one router, over sockets in a directory that only their user can enter.
 
-The process that gets a request for `/metrics` or `/status` answers for all, and tells the others of engines that join
+The process that gets a request for `/metrics` or `/status` answers for all, and informs the others of engines that join
 or leave.
 """
 

@@ -116,7 +116,7 @@ class Driver:
         """The peer stays, with its line, until its operations have provably ended."""
         if peer in self.peers and peer.broken is None:
             peer.broken = "disconnected"
-            self._settle(peer.endpoint)
+            self._end_given_up(peer.endpoint)
         if not peer.jobs:
             if peer in self.peers:
                 self.peers.remove(peer)
@@ -142,9 +142,9 @@ class Driver:
         """Each operation ends when none of its bytes can be outstanding."""
         for peer in self._users(endpoint):
             peer.broken = error
-        self._settle(endpoint)
+        self._end_given_up(endpoint)
 
-    def _settle(self, endpoint: str) -> None:
+    def _end_given_up(self, endpoint: str) -> None:
         """End the operations of given-up peers that are provably over. Cut the endpoint's connection if no peer uses it
         and no batch is in flight."""
         peers = [peer for peer in self.peers if peer.endpoint == endpoint and peer.broken is not None]
@@ -218,7 +218,7 @@ class Driver:
         if not peer.jobs:
             return False
         if peer.broken is not None:
-            self._settle(peer.endpoint)
+            self._end_given_up(peer.endpoint)
             return False
         job = peer.jobs[0]
         if job.handle is None and (job.left() is None or job.operation.flags[0]):
@@ -317,7 +317,7 @@ class Driver:
         elif frame == _DRAINED:
             for peer in [peer for peer in self.peers if peer.line is line and peer.cut]:
                 self._fail(peer)
-                self._settle(peer.endpoint)
+                self._end_given_up(peer.endpoint)
         else:
             self._library.on_frame(line, frame)
         if frame is None:

@@ -49,7 +49,7 @@ class RemotePeer:
         return self.connected and self.broken is None and self.line.open()
 
     def gone(self) -> bool:
-        """The peer has closed in order, or its process is dead."""
+        """The peer has closed cleanly, or its process is dead."""
         return self.line.said_bye or self.watch.dead()
 
     def fenced(self) -> bool:

@@ -1,4 +1,4 @@
-"""TCP connections beside a transfer library, which reports neither that a peer starts to copy nor that it died.
+"""TCP connections next to a transfer library, which reports neither that a peer starts to copy nor that it died.
 
 Each transport listens on one TCP port; the `Contact` in its descriptor has the address, and a secret that callers must
 present. A `Line` is one connection: small frames, and an end that the kernel reports at once if a process dies.

@@ -1,6 +1,6 @@
 """Nemotron-H and Nemotron 3 (`model_type` nemotron_h): each layer is a Mamba-2 layer, attention without positions, an
-MLP, or experts (arXiv:2504.03624). Steps of Mamba-2 are not clamped, as in vLLM; transformers clamps those of prompts
-alone to `time_step_min`.
+MLP, or experts (arXiv:2504.03624). Steps of Mamba-2 are not clamped, as in vLLM; transformers clamps them to
+`time_step_min`, in prompts only.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NemotronConfig(ModelConfig):
-    """`kinds[l]`: of the blocks of layer l, one in the model, several in an MTP module (`mtp_kinds`). `experts`: of
-    blocks that have them, with inputs and outputs of `expert_size`, below the hidden size if they are projected
-    (LatentMoE, arXiv:2512.20856).
+    """`kinds[l]`: the kinds of layer l's blocks: one in the model, several in an MTP module (`mtp_kinds`). `experts`:
+    their inputs and outputs have `expert_size`, below the hidden size if projected (LatentMoE, arXiv:2512.20856).
     """
 
     kinds: tuple[str, ...]
