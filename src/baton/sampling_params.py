@@ -52,7 +52,7 @@ class StructuredOutputsParams(
 
 
 def seed_word(seed: int | None) -> int | None:
-    """As a 64-bit word (two's complement); None without a seed or, as in vLLM, for -1."""
+    """The seed as a 64-bit word (two's complement); None without a seed or, as in vLLM, for -1."""
     if seed is None or seed == -1:
         return None
     return seed + MAX_WORD + 1 if -(2**63) <= seed < 0 else seed

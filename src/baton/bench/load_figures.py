@@ -72,7 +72,7 @@ def parse_metrics(text: str) -> tuple[str, ...]:
 
 
 def parse_percentiles(text: str) -> tuple[float, ...]:
-    """Such as `50,99`. Raises `ConfigError`."""
+    """Parse `50,99` and the like. Raises `ConfigError`."""
     values = tuple(_number("metric_percentiles", part) for part in text.split(",") if part)
     for value in values:
         if not 0.0 <= value <= 100.0:

@@ -67,7 +67,7 @@ class PrefixRepetition:
             _at_least(f"prefix_repetition_{name}", getattr(self, name), 1)
 
     def make(self, count: int, vocabulary: Sequence[int], random: np.random.Generator) -> list[LoadRequest]:
-        """In random order, count // num_prefixes requests per prefix, or one more."""
+        """Prompts in random order: count // num_prefixes per prefix, or one more."""
         prefixes = [_tokens(vocabulary, self.prefix_len, random) for _ in range(self.num_prefixes)]
         chosen = random.permutation([index % self.num_prefixes for index in range(count)])
         return [
@@ -77,7 +77,7 @@ class PrefixRepetition:
 
 
 def arrival_times(count: int, rate: float, burstiness: float, random: np.random.Generator) -> list[float]:
-    """In seconds from the load's start.
+    """Seconds from the load's start.
 
     Gaps have a gamma distribution of shape `burstiness`: 1 is a Poisson process, less is burstier, infinity is even. As
     in vLLM they are scaled so that the last request arrives at exactly count / rate. Raises `ConfigError` if

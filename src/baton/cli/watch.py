@@ -21,7 +21,7 @@ from baton.openai.client import base_url, convert_errors, read_body
 
 
 class Limits(NamedTuple):
-    """For an answer, or for each event: one comes at least every three seconds."""
+    """Time limits of an answer, and of each event: one comes at least every three seconds."""
 
     answer_s: float = 15.0
     num_bytes: int = 16 << 20

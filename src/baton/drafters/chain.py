@@ -23,12 +23,11 @@ def _none() -> npt.NDArray[np.float32]:
 
 @dataclass(frozen=True, slots=True)
 class ModuleChain:
-    """For R requests and K modules, K above 1.
+    """Shapes: R requests, K modules (K > 1).
 
     `spans` [R, K, 2]: start and stop of each module's new entries; those of the first module are the batch's rows.
-    `ahead`: per request the known tokens after that of its last row, at most K - 1, for the later modules.
-    `mtp_hidden` [C, E]: carried rows. `mtp_hidden_row` [R, K - 1]: the row for each module after the first, -1
-    for none.
+    `ahead`: per request the known tokens after that of its last row, at most K - 1, for the later modules. `mtp_hidden`
+    [C, E]: carried rows. `mtp_hidden_row` [R, K - 1]: the row for each module after the first, -1 for none.
     """
 
     spans: IntArray

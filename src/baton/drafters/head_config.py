@@ -77,7 +77,7 @@ _FLAGS = frozenset(
 
 
 def read_head(path: str) -> tuple[RawConfig, ModelConfig]:
-    """As one flat object, and as the config of its layers. Raises `CheckpointError`."""
+    """The head's config as one flat object, and its layers' config. Raises `CheckpointError`."""
     raw = flat_config(read_config(path))
     inner = nested(raw)
     for section in (raw, inner):
@@ -124,7 +124,7 @@ def nested(raw: RawConfig) -> RawConfig:
 
 
 def eagle_flag(raw: RawConfig, name: str, default: bool = False) -> bool:
-    """From `eagle_config`, else from the top level."""
+    """A flag of `eagle_config`, else of the top level."""
     inner = nested(raw)
     return get_bool(inner if inner.get(name) is not None else raw, name, default)
 

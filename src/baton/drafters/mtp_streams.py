@@ -21,7 +21,7 @@ from baton.models.layers.linear import Build, Linear
 
 
 class StreamModule(nn.Module):
-    """From embeddings [T, E] and streams [T, N E] to states [T, E] and streams."""
+    """Embeddings [T, E] and streams [T, N E] -> states [T, E] and streams."""
 
     def __init__(self, target: CausalLM, config: V4Config, build: Build) -> None:
         super().__init__()

@@ -36,7 +36,7 @@ EmitChunk = Callable[[TokenChunk, bool], None]
 
 
 class EngineCore:
-    """For the engine thread, where it calls `emit(chunk, last)`; other threads `post`."""
+    """Runs on the engine thread, where it calls `emit(chunk, last)`; other threads `post`."""
 
     def __init__(
         self,

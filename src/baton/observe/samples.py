@@ -18,8 +18,9 @@ _MIN_SAMPLES = 4
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one request's verifications, or means over requests, each in [0, 1]: whether any of the first three accepted a
-    draft, which depends little on the prompt, and the share that accepted one."""
+    """Figures of one request's verifications, or means over requests, each in [0, 1]: whether any of the first three
+    accepted a draft, which depends little on the prompt, and the share that accepted one.
+    """
 
     any_accepted: float
     first_draft: float

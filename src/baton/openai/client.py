@@ -159,7 +159,7 @@ class OpenAIClient:
         return decode_answer(await self.fetch("POST", f"{self.url}/tokenize", body), _Tokens).tokens
 
     async def samples(self, url: str | None = None) -> list[Sample]:
-        """Of a `/metrics` page, by default the server's own."""
+        """Samples of a `/metrics` page, by default the server's own."""
         return read_samples((await self.fetch("GET", url or f"{self.url}/metrics")).decode(errors="replace"))
 
     async def fetch(self, method: str, url: str, body: dict[str, Any] | None = None) -> bytes:

@@ -54,7 +54,7 @@ def chat_tokens(
 
 
 def detokenize(body: bytes, model: ServedModel) -> dict[str, object]:
-    """With special tokens. Raises `RequestError`."""
+    """The text, special tokens included. Raises `RequestError`."""
     request = decode_body(body, DetokenizeRequest)
     check_model(request.model, model)
     if not all(0 <= token < model.vocab_size for token in request.tokens):

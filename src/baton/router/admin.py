@@ -62,7 +62,7 @@ class Admin:
 
 
 def admin_token(path: str | None) -> str | None:
-    """From the file, which is created if missing, else from the environment.
+    """The token in the file, created if missing, else in the environment.
 
     Raises `ConfigError`.
     """

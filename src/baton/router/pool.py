@@ -34,7 +34,7 @@ NewClient = Callable[[aiohttp.ClientSession, str, RouterTimers, Role], EngineCli
 
 
 class EnginePool:
-    """For one event loop. `identity` decides what the engines serve; an operator's `rebind` clears it."""
+    """Used on one event loop. `identity` decides what the engines serve; an operator's `rebind` clears it."""
 
     def __init__(
         self,

@@ -96,7 +96,7 @@ def all_reduce_min(values: list[int], group: Any) -> list[int]:
 
 
 def gather_ranks(queue: Any, own: bytes) -> list[bytes]:
-    """By attention tensor rank. Collective."""
+    """Each rank's bytes, by attention tensor rank. Collective."""
     if tensor_rank()[1] == 1:
         return [own]
     from baton.plugin_base.ranks import gather_bytes

@@ -104,7 +104,7 @@ class RankLegs:
         return self._agent
 
     def post(self, event: ev.HandoffEvent) -> None:
-        """For the agent's thread."""
+        """Called on the agent's thread."""
         self._events.put(event)
 
     def poll(self, leg: RankLeg) -> LegPhase:

@@ -42,7 +42,7 @@ class Grammars:
             self._compile(asked)
 
     def matcher(self, asked: StructuredOutputsParams) -> Matcher:
-        """At the beginning of a grammar that this process or rank 0 has checked. Raises `RequestError`."""
+        """A matcher at the beginning of a grammar that this process or rank 0 has checked. Raises `RequestError`."""
         compiled = self._known(asked)
         if compiled is None:
             compiled = self._compile(asked)

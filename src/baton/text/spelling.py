@@ -15,7 +15,7 @@ _MAX_TRIES = 1000
 
 
 class Spelling:
-    """As a vocabulary's decoder writes tokens within a text. Thread-safe.
+    """Texts of tokens, as a vocabulary's decoder writes them within a text. Thread-safe.
 
     `in_bytes`: all tokens are bytes (GPT-2's alphabet), and a text is their concatenation as UTF-8. `mixed`: the same,
     but the decoder also changes the text. `byte_values`: the bytes of tokens `<0x00>` to `<0xFF>`, if the decoder has

@@ -44,7 +44,7 @@ class StopChecker:
         return text[:shown]
 
     def flush(self) -> str:
-        """At the end without a match."""
+        """The held text, at the end without a match."""
         held, self._held = self._held, ""
         return held
 

@@ -117,7 +117,7 @@ def choose_cases(
     token_range: str,
     params: SamplingParams,
 ) -> list[Case]:
-    """From a file of prompts or chats, text for the model's tokenizer, or random tokens.
+    """Cases from a file of prompts or chats, text for the model's tokenizer, or random tokens.
 
     Raises `ConfigError`, `CheckpointError`.
     """

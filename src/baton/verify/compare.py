@@ -166,7 +166,7 @@ def _acceptance_difference(want: Observed, have: Observed) -> str | None:
 
 
 def _draft_position(want: Observed, position: int) -> str:
-    """In the reference's verifications. The first token comes from the prefill."""
+    """Draft position in the reference's verifications. The first token comes from the prefill."""
     if not want.accepted or position == 0:
         return " (first token)" if position == 0 else ""
     token = 1

@@ -295,7 +295,7 @@ def prefill_multiple(config: Any) -> int:
 
 
 def slot_mappings() -> Any:
-    """Of the running forward pass, by layer."""
+    """Slot mappings of the running forward pass, by layer."""
     from vllm.forward_context import get_forward_context
 
     return get_forward_context().slot_mapping

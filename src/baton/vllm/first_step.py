@@ -13,7 +13,7 @@ PLACEHOLDER = -1  # vLLM's
 
 
 class FirstTokens:
-    """By request id, until the request's first step is scheduled."""
+    """First tokens by request id, until the request's first step is scheduled."""
 
     def __init__(self) -> None:
         self._tokens: dict[str, int] = {}

@@ -87,7 +87,7 @@ class WorkerSide:
         self._layers = VllmLayerStream(self._layout) if self._kv_stream == "layer" else None
 
     def post(self, event: ev.HandoffEvent) -> None:
-        """For the agent's thread."""
+        """Called on the agent's thread."""
         self._events.put(event)
 
     @property

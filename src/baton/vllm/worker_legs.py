@@ -15,7 +15,7 @@ from baton.wire import Mode
 
 
 class BlocksPhase(Phase):
-    """Of a prefill leg's blocks."""
+    """Phase of a prefill leg's blocks."""
 
     COMPUTING = "computing"
     COMPUTED = "computed"  # the whole prompt has been declared final
@@ -32,7 +32,7 @@ class EndPhase(Phase):
 
 
 class ReceivePhase(Phase):
-    """Of a decode leg."""
+    """Phase of a decode leg."""
 
     ANNOUNCED = "announced"  # it has no blocks
     PARKED = "parked"  # it has blocks, and vLLM waits for their KV

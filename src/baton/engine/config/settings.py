@@ -31,7 +31,7 @@ _SECONDS_OR_NO_LIMIT = Rule("seconds, or 0 for no limit", lambda value: 0 <= val
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
-    """Of all commands that start engines.
+    """Settings of all commands that start engines.
 
     `kv_cache_memory` None: see `engine/memory/pool_size.py`. With `batch_invariant`, engines of equal
     `reduction_slices` (None: `tensor_parallel_size`) compute the same bits with any number of ranks. `integrity` auto:

@@ -17,7 +17,7 @@ from baton.kv.moved_prefix import SharedPrefix, attach_prefix, enter_prefix, sha
 
 
 class PrefixLegs:
-    """For the engine thread only."""
+    """Used on the engine thread only."""
 
     def __init__(self, agent: Agent, cache: KVCache) -> None:
         self._agent, self._cache = agent, cache

@@ -185,7 +185,7 @@ def _reach(layer: LayerSpec | TokenPart) -> int | None:
 
 
 def _names(group: GroupSpec) -> tuple[str, ...]:
-    """For `--block-size`, most specific first."""
+    """Names for `--block-size`, most specific first."""
     return group.name, group.owner, group.kind, ""
 
 

@@ -32,7 +32,7 @@ class Exchange:
         self._group = library.ProcessGroupGloo(library.FileStore(store, size), rank, size, TIMEOUT)
 
     def gather(self, tensor: Tensor) -> Sequence[Tensor]:
-        """By rank; any dtype."""
+        """Each rank's tensor, by rank; any dtype."""
         own = tensor.contiguous()
         parts = [torch.empty_like(own) for _ in range(self._size)]
         as_bytes = [part.view(-1).view(torch.uint8) for part in parts]

@@ -57,7 +57,7 @@ def _blocks(draft: IntArray, at_once: int) -> list[IntArray]:
 
 
 def _chosen(scores: Tensor, sampling: Sampling) -> IntArray:
-    """From processed scores [S, V] of all rows of some requests."""
+    """Choices [S] from processed scores [S, V] of all rows of some requests; -1: not reached."""
     temperature = sampling.noise.temperature
     found = np.full(len(temperature), -1, dtype=np.int64)
     # First rows of all requests, then second rows of those whose draft was chosen, and so on.

@@ -62,7 +62,7 @@ class Registrations:
         return attempt
 
     def expiry(self, ticket: Ticket, role: LegRole) -> float:
-        """In monotonic seconds."""
+        """Monotonic seconds."""
         return min(ticket.expiry(role), self._clock.monotonic() + MAX_TICKET_LIFE_S)
 
     def supersede(self, key: AttemptKey) -> bool:

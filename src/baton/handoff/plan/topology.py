@@ -164,7 +164,7 @@ def _continues(planes: Sequence[Plane], first: int, index: int) -> bool:
 
 
 def _share(ordered: Sequence[RankGeometry], dest: RankGeometry, first: int, count: int) -> dict[int, tuple[Box, ...]]:
-    """For `count` planes of one shape from index `first` on."""
+    """Boxes by source rank, for `count` planes of one shape from index `first` on."""
     to, want = dest.geometry, dest.geometry.planes[first]
     edges = {want.first_head, want.last_head}
     for source in ordered:

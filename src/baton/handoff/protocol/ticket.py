@@ -103,7 +103,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SignedTicket(Ticket, frozen=True, kw_only=True):
-    """With its signed text, for D to send to P."""
+    """A ticket with its signed text, for D to send to P."""
 
     text: str
 

@@ -69,7 +69,7 @@ class Router(Linear):
 
 
 def row_sum(values: Tensor) -> Tensor:
-    """By columns: the order of PyTorch's reduction depends on the number of rows."""
+    """Adds column by column: the order of PyTorch's reduction depends on the number of rows."""
     total = values[:, :1]
     for column in range(1, values.shape[1]):
         total = total + values[:, column, None]

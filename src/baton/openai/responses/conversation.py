@@ -103,7 +103,7 @@ def _text(content: str | list[ContentPart] | None, field: str) -> str:
 
 
 def _parts(content: str | list[ContentPart] | None, field: str) -> str | list[ContentPart]:
-    """Of other roles; the chat template's format decides how they are shown, as in chats."""
+    """Content of other roles; the chat template's format decides how it is shown, as in chats."""
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:

@@ -36,7 +36,7 @@ class _Rendered(msgspec.Struct):
 
 
 class _Verifications(msgspec.Struct):
-    """With `--per-request-spec-decode-metrics detailed`."""
+    """Reported with `--per-request-spec-decode-metrics detailed`."""
 
     per_step_accepted: list[NumDrafts] = []
     per_step_drafted: list[NumDrafts] = []

@@ -166,8 +166,7 @@ class VllmClient(EngineClient):
             return self._decode(await read_body(response, _MAX_BODY_BYTES), Completion)
 
     async def sampling_defaults(self) -> SamplingDefaults | None:
-        """From the server's `/v1/completions/render`; None if it does not answer there: vLLM 0.32 has that route only
-        with `--enable-scale-out`.
+        """Read from `/v1/completions/render`. None without that route: vLLM 0.32 has it only with `--enable-scale-out`.
 
         Raises `EngineUnavailableError`.
         """

@@ -32,7 +32,7 @@ _ANY_TOKEN = 2**31 - 1
 
 
 class _Address(msgspec.Struct, frozen=True):
-    """Of a connector, from a prefill response."""
+    """A connector's address, from a prefill response."""
 
     remote_engine_id: str
     remote_host: str

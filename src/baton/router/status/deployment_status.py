@@ -66,7 +66,7 @@ def own_status(backend: RouterBackend, loads: Mapping[str, EngineLoad | None] = 
 
 
 def fault_counts(backend: RouterBackend) -> dict[str, int]:
-    """Of this process."""
+    """Counts of this process."""
     views = [_view(engine, None) for engine in backend.pool.engines]
     return count_faults(views, backend.decisions.last(), backend.observer.recent, time.monotonic())
 

@@ -109,7 +109,7 @@ class Line:
 
 
 class Lifeline:
-    """`dial` and `wake` are thread-safe, the rest for the driver's."""
+    """`dial` and `wake` are thread-safe; the rest runs on the driver's thread."""
 
     def __init__(self, host: str) -> None:
         """`host`: a numeric address of this machine. Raises `ConfigError` if listening fails."""
