@@ -48,6 +48,7 @@ class LineProcess:
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True)
 
     def write_line(self, line: str) -> None:
+        """Raises `BrokenPipeError` if the process has ended."""
         stdin = self.process.stdin
         assert stdin is not None
         stdin.write(line + "\n")

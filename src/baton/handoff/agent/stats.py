@@ -77,6 +77,8 @@ class AgentStats:
 
 
 class AgentCounters:
+    """`snapshot` is thread-safe."""
+
     def __init__(self) -> None:
         self._stats = AgentStats()
         self._lock = threading.Lock()

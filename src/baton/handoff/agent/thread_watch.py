@@ -35,6 +35,7 @@ class ThreadWatch:
         self.lost: str | None = None
 
     def start(self) -> None:
+        """The watched thread must have been started."""
         self._since = self._clock.monotonic()
         self._thread.start()
 

@@ -8,6 +8,7 @@ from baton.errors import ProtocolError
 
 
 def copy_tables(pages: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
+    """The engine's tables grow, so messages get copies."""
     copies: dict[int, list[int]] = {}
     for table in pages.values():
         if id(table) not in copies:

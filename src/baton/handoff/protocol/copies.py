@@ -48,6 +48,7 @@ class CopyLedger:
         return self.retries < self.max_retries
 
     def retry(self, failed: StartCopy) -> list[Action]:
+        """Requires `may_retry`."""
         self.retries += 1
         again = self.start(failed.group, failed.tokens, failed.source_pages, failed.dest_pages, failed.layers)
         return [Count("retries"), again]

@@ -143,6 +143,7 @@ def prefix_digest(prompt_token_ids: Sequence[int], cache_salt: str | None) -> by
 
 
 def sign_ticket(key: bytes, ticket: Ticket) -> str:
+    """Equal tickets under one key give equal strings."""
     body = msgspec.msgpack.encode({name: getattr(ticket, name) for name in Ticket.__struct_fields__})
     signed = body + hmac.new(key, _CONTEXT + body, hashlib.sha256).digest()
     return base64.urlsafe_b64encode(signed).rstrip(b"=").decode("ascii")
