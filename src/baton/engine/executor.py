@@ -137,7 +137,7 @@ class LocalExecutor:
             plan, features = self._gathered(plan)
             output = replace(output, features_TF=features)
         result = self.runner.draft(plan, output)
-        self._settle()
+        self._synchronize()
         return result
 
     def _gathered(self, plan: DraftPlan) -> tuple[DraftPlan, Tensor]:

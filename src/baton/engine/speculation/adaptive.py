@@ -60,7 +60,7 @@ class AdaptiveDrafts:
     once for requests without drafts."""
 
     def __init__(self, most: int, timer: Callable[[], float] = time.monotonic, steps_per_pass: int = 1) -> None:
-        self.timer, self._most, self._steps_per_pass = timer, most, steps_per_pass
+        self.timer, self._max_drafts, self._steps_per_pass = timer, most, steps_per_pass
         self._rates = AcceptanceRates(most)
         self._own: WeakKeyDictionary[Request, Counts] = WeakKeyDictionary()
         self.target_cost = LinearCost((1.0, 16.0, 8.0, 4096.0, 16384.0, *[16.0] * len(_KNEES)))
