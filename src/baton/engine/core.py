@@ -213,7 +213,7 @@ class EngineCore:
                     self._end(request, "length")
                     queued_s = self._step_s - request.times.step_s_before
                     found = {"num_cached_tokens": effect.num_tokens, "queued_s": queued_s}
-                    self._tell(request, True, finish_reason="length", **found)
+                    self._emit_chunk(request, True, finish_reason="length", **found)
                 case SeedsArrived():
                     (self._finished_elsewhere if effect.finished else self._committed)(request, effect.seeds)
                 case PagesReleased() if request.status is RequestStatus.AWAITING_RELEASE:
@@ -277,7 +277,7 @@ class EngineCore:
         if request.role == "prefill" and self.legs is not None:
             self.legs.declare(request)
             if not request.is_prefilling:
-                self._hold(request)
+                self._await_release(request)
         elif request.finish_reason is not None:
             self._end(request, request.finish_reason)
         # A prefix store reads the prompt's pages when all are computed.

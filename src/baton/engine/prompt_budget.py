@@ -14,16 +14,16 @@ class PromptBudget:
     """Prompt tokens of a step beside decodes: for `bound_s`, or twice the decodes' time. `most`: None: any."""
 
     def __init__(self, bound_s: float, most: int | None = None) -> None:
-        self._bound_s, self._most = bound_s, most
+        self._bound_s, self._max_tokens = bound_s, most
         self._decode_s = self._token_s = 0.0
 
     def computed(self, num_prompt_tokens: int, decodes: bool, seconds: float) -> None:
         """Note the time of a step. `decodes`: it decoded too."""
         if num_prompt_tokens == 0:
-            self._decode_s = _nearer(self._decode_s, seconds)
+            self._decode_s = _rise_limited(self._decode_s, seconds)
         elif num_prompt_tokens >= _LEAST_CHUNK or not self._token_s:
             prompt_s = max(seconds - self._decode_s, seconds / 4) if decodes else seconds
-            self._token_s = _nearer(self._token_s, prompt_s / num_prompt_tokens)
+            self._token_s = _rise_limited(self._token_s, prompt_s / num_prompt_tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -31,8 +31,8 @@ class PromptBudget:
         if self._token_s:
             seconds = max(self._bound_s - self._decode_s, self._decode_s)
             found = max(int(seconds / self._token_s) // _LEAST_CHUNK, 1) * _LEAST_CHUNK
-        return found if self._most is None else min(found, self._most)
+        return found if self._max_tokens is None else min(found, self._max_tokens)
 
 
-def _nearer(old: float, new: float) -> float:
+def _rise_limited(old: float, new: float) -> float:
     return min(new, _RISE * old) if old else new

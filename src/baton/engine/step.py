@@ -105,12 +105,12 @@ class StepRunner:
             if request.times.wanted and request.is_prefilling:
                 request.times.mark_chunk(rows.num_rows, self.clock.monotonic())
 
-    def _together(self, scheduled: Sequence[ScheduledRows]) -> StepOutcome:
+    def _run_batch(self, scheduled: Sequence[ScheduledRows]) -> StepOutcome:
         """Run the rows in one forward. Requests that fail together run again alone."""
         allowed, refused = allowed_tokens(scheduled)
         if refused:
             others = [rows for rows in scheduled if rows.request not in refused]
-            return _joined([StepOutcome(failed=dict(refused)), *([self._together(others)] if others else [])])
+            return _joined([StepOutcome(failed=dict(refused)), *([self._run_batch(others)] if others else [])])
         began = self.adaptive.timer() if self.adaptive is not None else 0.0
         layers = self.legs.layers if self.legs is not None else None
         try:
@@ -125,7 +125,7 @@ class StepRunner:
             if len(scheduled) == 1:
                 return StepOutcome(failed={scheduled[0].request: error})
             log.warning("a step of %d requests failed, each is run alone: %r", len(scheduled), error)
-            return _joined([self._together([rows]) for rows in scheduled])
+            return _joined([self._run_batch([rows]) for rows in scheduled])
         failed = self._emit_tokens(scheduled, sampled, result, began)
         draft_rows = self._advance(scheduled, plan, failed)
         if self.adaptive is not None:
@@ -161,7 +161,7 @@ class StepRunner:
         self._end_without_tokens([rows for rows in scheduled if rows.request not in failed])
         return failed
 
-    def _works(self) -> bool:
+    def _can_compute(self) -> bool:
         """Whether target and drafter can compute one token in spare pages; True if there are none."""
         tables = self.cache.spare()
         if tables is None:

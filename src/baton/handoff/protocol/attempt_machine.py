@@ -10,7 +10,7 @@ from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.copies import CopyLedger
 from baton.handoff.protocol.event_names import name_of
 from baton.handoff.protocol.messages import AttemptKey
-from baton.handoff.protocol.transitions import StoryEntry, Table, format_events
+from baton.handoff.protocol.transitions import HistoryEntry, Table, format_events
 from baton.wire import Integrity, Mode
 
 PhaseT = TypeVar("PhaseT", bound=Enum)
@@ -35,7 +35,7 @@ class AttemptMachine(Generic[PhaseT]):
         self.round = 0
         self.copies = CopyLedger(max_retries)
         # Formatted only for an error.
-        self._events: deque[StoryEntry] = deque(maxlen=STORY)
+        self._events: deque[HistoryEntry] = deque(maxlen=HISTORY)
         self._table = table
 
     @property

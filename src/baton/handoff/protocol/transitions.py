@@ -15,10 +15,10 @@ from baton.handoff.protocol.phases import DecodePhase, EnginePhase, PeerPhase, P
 
 PhaseT = TypeVar("PhaseT", bound=Enum)
 # An input and None, or a step and the phase after it.
-StoryEntry = tuple[str, Enum | None]
+HistoryEntry = tuple[str, Enum | None]
 
 
-def format_events(events: Iterable[StoryEntry]) -> list[str]:
+def format_events(events: Iterable[HistoryEntry]) -> list[str]:
     return [what if phase is None else f"{what} -> {phase.value}" for what, phase in events]
 
 
@@ -34,7 +34,7 @@ class Table(Generic[PhaseT]):
         self._after = {event: dict(row) for event, row in steps.items()}
         self._after.update({event: {phase: phase for phase in phases} for event, phases in inputs.items()})
 
-    def after(self, phase: PhaseT, event: str, events: Iterable[StoryEntry] = ()) -> PhaseT:
+    def after(self, phase: PhaseT, event: str, events: Iterable[HistoryEntry] = ()) -> PhaseT:
         """`events`: the last ones, for the error. Raises `UndefinedTransitionError` if `event` cannot happen in
         `phase`."""
         try:

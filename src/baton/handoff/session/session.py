@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from baton.handoff.protocol.messages import Hello, Pair
 from baton.handoff.protocol.phases import Phase
-from baton.handoff.protocol.transitions import StoryEntry, Table
+from baton.handoff.protocol.transitions import HistoryEntry, Table
 from baton.handoff.session.base import Connection
 from baton.transports.base import Peer
 
@@ -67,7 +67,7 @@ class Session:
     round_trip: float | None = None
     nonce: int = 0
     renew_sent: float = 0.0
-    _story: deque[StoryEntry] = field(default_factory=lambda: deque(maxlen=_STORY))
+    _history: deque[HistoryEntry] = field(default_factory=lambda: deque(maxlen=_HISTORY))
 
     def step(self, event: str) -> None:
         """Raises `UndefinedTransitionError` if `event` cannot happen in this phase."""
