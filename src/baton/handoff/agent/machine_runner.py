@@ -192,7 +192,7 @@ class MachineRunner:
         if end is not None:
             self.feed(attempt, end)
 
-    def _ends(self, attempt: Attempt) -> tuple[Instance, Instance]:
+    def _instances(self, attempt: Attempt) -> tuple[Instance, Instance]:
         """Source and destination. Requires the peer's HELLO."""
         assert attempt.peer_instance is not None
         prefills = isinstance(attempt, PrefillAttempt)
