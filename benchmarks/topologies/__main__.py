@@ -12,13 +12,15 @@ import contextlib
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
 import torch
 
 from baton.engine.config import KVTransferConfig
+from baton.kv.interval import Interval
+from baton.kv.spec import GroupSpec
 from benchmarks.parity import trial
 from benchmarks.parity.cases import Case, block_sizes, cases
 from benchmarks.parity.models import MakeTarget, louder, written
@@ -87,9 +89,9 @@ def as_processes(shape: str) -> bool:
     return shape in TENSOR_RANKS or shape in DATA_RANKS
 
 
-def trial_of(name: str, folder: Path, seed: int = 0) -> Trial:
+def trial_of(name: str, folder: Path, seed: int = 0, dtype: str = "auto") -> Trial:
     """A model whose sums do not depend on the number of ranks."""
-    model = Trial(*{**MODELS, **MORE}[name], folder, seed, maker=MAKERS.get(name))
+    model = Trial(*{**MODELS, **MORE}[name], folder, seed, dtype, MAKERS.get(name))
     model.settings |= {"batch_invariant": True, "reduction_slices": _SLICES}
     return model
 
@@ -114,9 +116,16 @@ def two(model: Trial, shape: str, sizes: str) -> Iterator[Pair]:
 
 def run(name: str, model: Trial, shape: str, sizes: str, alone: dict[Case, Stream]) -> Cell:
     """One cell: all cases, both modes."""
-    total, d = Cell(), SHAPES[shape][1]
+    d = SHAPES[shape][1]
     least = bytes_of_equal_ranks(d.tp) if as_processes(shape) else least_bytes(d)
-    with mock.patch.object(trial, "num_bytes", least), two(model, shape, sizes) as made:
+    with two(model, shape, sizes) as made:
+        return compared(made, least, alone)
+
+
+def compared(made: Pair, least: Callable[[GroupSpec, Interval], int], alone: dict[Case, Stream]) -> Cell:
+    """Hand all cases over, those of one mode at once. `least`: the bytes of a group's entries."""
+    total = Cell()
+    with mock.patch.object(trial, "num_bytes", least):
         for key in dict.fromkeys((case.chunked, case.mode) for case in alone):
             batch = {case: said for case, said in alone.items() if (case.chunked, case.mode) == key}
             total.add(trial.compare(made, batch))
@@ -146,6 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--shape", default="", help="topologies whose name contains this")
     parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and noise")
     parser.add_argument("--cases", type=int, default=2, help="requests of each mode and condition")
+    parser.add_argument("--dtype", default="auto", help="of weights and KV")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     began, lines, failures = time.process_time(), list[str](), list[str]()
@@ -153,7 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name in (*MODELS, *MORE):
         if options.model in name:
             with tempfile.TemporaryDirectory() as folder:
-                model = trial_of(name, Path(folder), options.seed)
+                model = trial_of(name, Path(folder), options.seed, options.dtype)
                 lines += rows(name, model, batch, options.shape, failures)
     heads = [f"{size}: {what}" for size in SIZES for what in ("identical", "bytes sent", "least")]
     print(f"| model | P to D | ranks are | {' | '.join(heads)} |\n|{'---|' * (3 + len(heads))}")

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from baton.models.layers.linear import Build
 from baton.models.loading.config_json import read_config
 from baton.models.loading.dtypes import get_dtype
-from baton.models.loading.loader import load_model, weight_table
+from baton.models.loading.filling import weight_table
+from baton.models.loading.loader import load_model
 from baton.models.registry import model_class
 
 NUM_BYTES = 256

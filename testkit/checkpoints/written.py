@@ -78,12 +78,19 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "mixtral, window": (
         "Mixtral",
-        {"num_local_experts": 3, "sliding_window": 19, "head_dim": 16, "tie_word_embeddings": True},
+        {
+            **_ODD,
+            **{"num_local_experts": 1, "num_experts_per_tok": 1, "sliding_window": 19, "head_dim": 16},
+            "tie_word_embeddings": True,
+        },
     ),
     "phi3": ("Phi3", {}),
     "phi3, window": (
         "Phi3",
-        {"hidden_size": 64, "sliding_window": 19, "partial_rotary_factor": 0.5, "num_key_value_heads": 4},
+        {
+            **{"hidden_size": 64, "sliding_window": 19, "partial_rotary_factor": 0.5, "num_key_value_heads": 4},
+            "tie_word_embeddings": True,
+        },
     ),
     "minimax_m2": (
         "MiniMaxM2",
@@ -115,6 +122,7 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
             **_NEMOTRON,
             "layers_block_type": ["moe", "linear_attention", "full_attention"],
             **{"n_groups": 1, "n_routed_experts": 2, "num_experts_per_tok": 1, "moe_latent_size": 12},
+            "tie_word_embeddings": True,
         },
     ),
     "kimi_linear": ("KimiLinear", _KIMI),
@@ -124,7 +132,8 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
             **_KIMI,
             **{"num_attention_heads": 3, "num_key_value_heads": 3, "q_lora_rank": 20, "qk_rope_head_dim": 6},
             **{"kv_lora_rank": 21, "qk_nope_head_dim": 9, "v_head_dim": 13, "linear_num_heads": 3},
-            **{"linear_head_dim": 7, "linear_conv_kernel_dim": 2, "num_local_experts": 2, "num_experts_per_tok": 1},
+            **{"linear_head_dim": 7, "linear_conv_kernel_dim": 2, "num_local_experts": 1, "num_experts_per_tok": 1},
+            "tie_word_embeddings": True,
             "layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"],
         },
     ),

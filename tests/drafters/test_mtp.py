@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers.generation.candidate_generator as candidates
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from baton.engine.config import SpeculativeConfig
 from baton.errors import CheckpointError
 from baton.sampling_params import SamplingParams
 from testkit.checkpoints.drafters_layers import make_mtp_checkpoint, mtp
 from testkit.checkpoints.moe import make_moe_checkpoint
-from testkit.engines import note_drafts, stepped
+from testkit.engines import note_drafts, random_prompt, stepped
 from tests.drafters.test_drafters import edit
 from tests.engine.models.test_transformers_equality import load_reference
 
@@ -84,6 +87,47 @@ def test_drafts_are_those_of_transformers(shape: str, tmp_path: Path, monkeypatc
         assert {known: three[0] for known, three in more.items() if known in ours}.items() <= {
             known: one[0] for known, one in ours.items()
         }.items()
+
+
+def alone(path: Path, folder: Path) -> tuple[Any, dict[str, Tensor]]:
+    """A module's layer, norm and head as a model of transformers, and its other tensors."""
+    raw, stored = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+    prefix = f"model.layers.{raw['num_hidden_layers']}."
+    own = {name.removeprefix(prefix): tensor for name, tensor in stored.items() if name.startswith(prefix)}
+    parts = {name: own.pop(f"{name}.weight") for name in ("enorm", "hnorm", "eh_proj")}
+    outer = {
+        "lm_head.weight": own.pop("shared_head.head.weight"),
+        "model.embed_tokens.weight": own.pop("embed_tokens.weight"),
+        "model.norm.weight": own.pop("shared_head.norm.weight"),
+    }
+    folder.mkdir()
+    weights = {**outer, **{f"model.layers.0.{name}": tensor for name, tensor in own.items()}}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    one = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "index_topk_pattern": "F", "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps({**raw, **one}))
+    return load_reference(folder), parts
+
+
+@pytest.mark.parametrize("shape", ["deepseek_v32", "glm_moe_dsa"])
+def test_drafts_of_sparse_modules_are_those_of_their_layer_alone(
+    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' `use_mtp` does not know these types."""
+    path, prompt = make_mtp_checkpoint(tmp_path / "target", shape, seed=3), random_prompt(33)
+    tokens, drafts = drafts_of_the_engine(path, prompt, 1, monkeypatch, max_num_batched_tokens=10)
+    model, (module, parts) = load_reference(path), alone(path, tmp_path / "module")
+    known, config = torch.tensor([prompt + tokens]), model.config
+
+    def normed(x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], parts[name], config.rms_norm_eps)
+
+    with torch.inference_mode():
+        hidden, embeds = model.model(known).last_hidden_state[:, :-1], model.model.embed_tokens(known[:, 1:])
+        x = torch.cat((normed(embeds, "enorm"), normed(hidden, "hnorm")), dim=-1) @ parts["eh_proj"].T
+        expected = module(inputs_embeds=x).logits[0].argmax(-1).tolist()
+    assert len(drafts) > NUM_TOKENS // 2
+    # With n known tokens, the last row is n - 2.
+    assert drafts == {known: [expected[known - 2]] for known in drafts}
 
 
 @pytest.mark.parametrize(("shape", "num"), [("deepseek_v3", 2), ("deepseek_v3-odd", 3), ("glm4_moe", 3)])

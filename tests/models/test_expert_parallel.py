@@ -19,7 +19,8 @@ from baton.errors import ConfigError
 from baton.models.layers.expert_parallel import ExpertRanks, RemoteExpert, SharedLayer
 from baton.models.layers.moe import Experts
 from baton.models.layers.parallel import TensorRank
-from baton.models.loading.loader import load_model, weight_table
+from baton.models.loading.filling import weight_table
+from baton.models.loading.loader import load_model
 from testkit.checkpoints.gpt_oss import make_gpt_oss
 from testkit.checkpoints.granite import make_granite
 from testkit.checkpoints.written import WRITTEN, make_written

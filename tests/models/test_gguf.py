@@ -16,7 +16,8 @@ from baton.engine.loading.gguf_directory import gguf_directory  # noqa: E402
 from baton.errors import CheckpointError  # noqa: E402
 from baton.models.loading.checkpoint_digests import fingerprint  # noqa: E402
 from baton.models.loading.config_json import read_config  # noqa: E402
-from baton.models.loading.loader import load_model, weight_table  # noqa: E402
+from baton.models.loading.filling import weight_table  # noqa: E402
+from baton.models.loading.loader import load_model  # noqa: E402
 from testkit.checkpoints.common import make_checkpoint  # noqa: E402
 from testkit.checkpoints.gguf_files import Type, byte_level, write_gguf  # noqa: E402
 from testkit.checkpoints.moe import make_moe_checkpoint  # noqa: E402

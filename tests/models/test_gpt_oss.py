@@ -16,7 +16,8 @@ from baton.kernels.cpu.elementwise import clamped_glu
 from baton.models.architectures.gpt_oss import GptOss
 from baton.models.layers.linear import Build
 from baton.models.layers.mxfp4 import dequantise_mxfp4
-from baton.models.loading.loader import load_model, weight_table
+from baton.models.loading.filling import weight_table
+from baton.models.loading.loader import load_model
 from testkit.checkpoints.gpt_oss import GPT_OSS_SHAPES, make_gpt_oss
 from tests.models.test_against_transformers import LENGTH, assert_logits_match, prompt, reference, run
 from tests.models.test_loader import edit_config, edit_weights, refused

@@ -16,7 +16,8 @@ from baton.errors import CheckpointError
 from baton.models.layers import linear
 from baton.models.loading.checkpoint_digests import fingerprint
 from baton.models.loading.config_json import read_config
-from baton.models.loading.loader import load_model, weight_table
+from baton.models.loading.filling import weight_table
+from baton.models.loading.loader import load_model
 from testkit.handoffs.paged import PagedSequence
 
 pytestmark = pytest.mark.usefixtures("one_thread")

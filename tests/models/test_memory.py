@@ -13,7 +13,7 @@ from testkit.checkpoints.common import make_checkpoint
 LOADS = """
 import sys
 
-from baton.models.loading import loader
+from baton.models.loading import filling, loader
 
 
 def peak():
@@ -22,7 +22,7 @@ def peak():
 
 
 before = peak()
-loader._MAPPED_SIZE = 1 << 23
+filling._MAPPED_SIZE = 1 << 23
 model = loader.load_model(sys.argv[1])
 print(peak() - before)
 """

@@ -20,7 +20,8 @@ from baton.models.architectures.minimax_m2 import HeadsNorm
 from baton.models.layers.layernorm import RMSNorm
 from baton.models.layers.linear import MergedLinear
 from baton.models.layers.parallel import Stage, TensorRank
-from baton.models.loading.loader import load_model, weight_table
+from baton.models.loading.filling import weight_table
+from baton.models.loading.loader import load_model
 from testkit.checkpoints.gemma4 import make_gemma4
 from testkit.checkpoints.gpt_oss import make_gpt_oss
 from testkit.checkpoints.granite import make_granite

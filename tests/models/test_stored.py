@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from baton.errors import CheckpointError
-from baton.models.loading.loader import load_model, weight_table
+from baton.models.loading.filling import weight_table
+from baton.models.loading.loader import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread", "unpacked")
 

@@ -30,7 +30,7 @@ from baton.models.layers.layernorm import make_norm
 from baton.models.layers.linear import Build, Linear
 from baton.models.layers.rotary import rotate
 from baton.models.loading.config_json import read_config
-from baton.models.loading.loader import fill_module
+from baton.models.loading.filling import fill_module
 from baton.models.loading.stored import stored_tensors
 
 _KIND = "gemma4_assistant"

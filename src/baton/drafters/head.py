@@ -23,7 +23,7 @@ from baton.models.config import ModelConfig
 from baton.models.layer_cache import KVLayerSpec, LatentLayerSpec, LayerCache, LayerSpec
 from baton.models.layers.linear import Build, Linear
 from baton.models.layers.rotary import Rotary
-from baton.models.loading.loader import fill_module
+from baton.models.loading.filling import fill_module
 from baton.models.loading.stored import stored_tensors
 
 

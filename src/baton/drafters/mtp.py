@@ -18,7 +18,8 @@ from baton.models.base import CausalLM
 from baton.models.config import RawConfig, get_bool, get_int
 from baton.models.layers.linear import Build
 from baton.models.loading.config_json import read_config, text_config
-from baton.models.loading.loader import fill_module, quantized_weights
+from baton.models.loading.filling import fill_module
+from baton.models.loading.loader import quantized_weights
 from baton.models.loading.stored import StoredTensors
 
 # A module's own tensors in DeepSeek's checkpoints; the others belong to its layer.

@@ -19,6 +19,7 @@ from baton import LLM, SamplingParams
 from baton.engine.config import EngineConfig
 from baton.engine.loading.gguf_directory import gguf_directory
 from baton.errors import CheckpointError, ConfigError
+from baton.models.loading.config_json import read_config
 from baton.models.loading.gguf_weights import GgufWeights
 from testkit.checkpoints.common import make_checkpoint
 from testkit.checkpoints.gguf_files import Type, byte_level, write_gguf
@@ -73,6 +74,12 @@ def test_it_is_a_model_by_its_path_or_by_its_directory(write: Write) -> None:
         result = llm.generate(["the pages"], GREEDY)[0]
     assert len(result.outputs[0].token_ids) == 8
     assert result.outputs[0].text
+
+
+def test_a_rope_factor_without_a_type_is_linear(write: Write) -> None:
+    """As in llama.cpp."""
+    config = read_config(located(write(**{"llama.rope.scaling.factor": 4.0})).model)
+    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
 
 
 def test_another_file_at_the_same_path_is_read_anew(write: Write) -> None:
@@ -176,6 +183,7 @@ REFUSED: dict[str, tuple[Callable[[Write], Path], list[str]]] = {
     ),
     "partial rotation": (lambda write: write(**{"llama.rope.dimension_count": 8}), ["rope.dimension_count is 8", "16"]),
     "scale": (lambda write: write(**{"llama.logit_scale": 0.5}), ["llama.logit_scale is 0.5"]),
+    "experts": (lambda write: write(**{"llama.expert_weights_scale": 2.5}), ["llama.expert_weights_scale is 2.5"]),
     "window": (lambda write: write(**{"llama.attention.sliding_window": 64}), ["attention.sliding_window is 64"]),
     "heads by layer": (lambda write: write(**{"llama.attention.head_count": [4, 4, 2]}), ["differs between layers"]),
     "field": (lambda write: write(**{"llama.block_count": None}), ["llama.block_count is missing"]),

@@ -15,7 +15,8 @@ from baton.engine.config import EngineConfig
 from baton.engine.loading import progress
 from baton.engine.loading.checkpoints import load_checkpoints
 from baton.engine.loading.progress import show_loading
-from baton.models.loading.loader import load_model, watch_tensors
+from baton.models.loading.filling import watch_tensors
+from baton.models.loading.loader import load_model
 from testkit.checkpoints.common import make_checkpoint
 
 

@@ -74,6 +74,19 @@ V4 = {
     "n_routed_experts": 1,
     "num_experts_per_tok": 1,
 }
+# Four windowed layers of 512, then a full one; the last 20 share.
+GEMMA4 = {
+    "model_type": "gemma4_text",
+    "vocab_size": 8,
+    "vocab_size_per_layer_input": 8,
+    "hidden_size": 64,
+    "intermediate_size": 8,
+    "num_hidden_layers": 35,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+    "num_kv_shared_layers": 20,
+}
 
 
 def kept(raw: dict[str, Any], num_tokens: int) -> int:
@@ -95,6 +108,8 @@ def kept(raw: dict[str, Any], num_tokens: int) -> int:
         (KIMI, 7 * (512 + 64) * 2, 20 * (3 * 4096 * 3 * 2 + 32 * 128 * 128 * 4)),
         # 61 layers of latents with an index key.
         (V32, 61 * (512 + 64 + 128) * 2, 0),
+        # 3 full layers with one head of 512; 12 windowed ones with one of 256, and an entry more for the assistant.
+        (GEMMA4, 3 * 2 * 512 * 2, 512 * 12 * 2 * 256 * 2),
         # 20 layers with an entry and its index key of 4 tokens, 23 with one of 128; what windows of 128 keep, and what
         # the next entry is made from: values and gates, with overlap twice.
         (
@@ -103,7 +118,7 @@ def kept(raw: dict[str, Any], num_tokens: int) -> int:
             43 * 127 * 512 * 2 + 20 * 7 * 2 * 2 * (512 + 128) * 2 + 23 * 127 * 2 * 512 * 2,
         ),
     ],
-    ids=["Qwen3.5", "Kimi Linear", "DeepSeek-V3.2", "DeepSeek-V4"],
+    ids=["Qwen3.5", "Kimi Linear", "DeepSeek-V3.2", "Gemma 4", "DeepSeek-V4"],
 )
 def test_a_request_keeps_what_its_layers_need(raw: dict[str, Any], per_token: int, fixed: int) -> None:
     assert kept(raw, LENGTH) == LENGTH * per_token + fixed

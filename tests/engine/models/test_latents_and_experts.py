@@ -30,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_TOKENS = 10
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 PROMPTS = [[3 + (7 * i + 13 * n + i * i) % 200 for i in range(n)] for n in (1, 17, 64, 90)]
+SPARSE = ("deepseek_v32", "glm_moe_dsa")
 ORDINARY = ("deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_moe")
 Settings = dict[str, Any]
 Make = Callable[..., Path]
@@ -47,7 +48,7 @@ def tokens_of(settings: Settings, prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("shape", "seed"), [*((shape, 1) for shape in sorted(SHAPES)), *((shape, 2) for shape in ORDINARY)]
+    ("shape", "seed"), [*((shape, 1) for shape in sorted(SHAPES)), *((shape, 2) for shape in (*ORDINARY, *SPARSE))]
 )
 def test_greedy_tokens_are_those_of_transformers(shape: str, seed: int, tmp_path: Path) -> None:
     target = make_moe_checkpoint(tmp_path, shape, seed)

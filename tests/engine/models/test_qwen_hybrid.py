@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from baton.engine.config import SpeculativeConfig
 from baton.errors import CheckpointError
@@ -19,7 +21,6 @@ from testkit.engines import pair, random_prompt, stepped
 
 transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file  # noqa: E402
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm  # noqa: E402
 
 from testkit.checkpoints.qwen_hybrid import make_qwen_hybrid  # noqa: E402
 from tests.drafters.test_mtp import drafts_of_the_engine  # noqa: E402 - needs transformers
@@ -96,30 +97,36 @@ def test_greedy_tokens_are_those_of_transformers(name: str, find: Find) -> None:
             assert [stream.token_ids for stream in one.all_of(PROMPTS, PARAMS)] == expected
 
 
-def test_drafts_are_those_of_the_reference(find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers drops the module's tensors, so the reference is made of its layers."""
-    path, prompt = find("dense"), random_prompt(33)
+def module_alone(path: Path, folder: Path) -> Any:
+    """The MTP module's layer and norm, with the target's embedding and head, as a model of transformers."""
+    raw, stored = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+    kept = {name: tensor for name, tensor in stored.items() if "embed_tokens" in name or name.startswith("lm_head.")}
+    own = {name: tensor for name, tensor in stored.items() if name.startswith("mtp.layers.0.")}
+    kept |= {name.replace("mtp.", "model."): tensor for name, tensor in own.items()}
+    kept["model.norm.weight"] = stored["mtp.norm.weight"]
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    one = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    (folder / "config.json").write_text(json.dumps({**raw, **one}))
+    return load_reference(folder)
+
+
+@pytest.mark.parametrize("name", ["dense", "experts", "next"])
+def test_drafts_are_those_of_the_reference(
+    name: str, find: Find, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers drops the module's tensors, so the reference is a model of its layer."""
+    path, prompt = find(name), random_prompt(33)
     tokens, drafts = drafts_of_the_engine(path, prompt, 1, monkeypatch, max_num_batched_tokens=10)
-    model, stored = load_reference(path), load_file(path / "model.safetensors")
+    model, stored, module = load_reference(path), load_file(path / "model.safetensors"), module_alone(path, tmp_path)
+    known, eps = torch.tensor([prompt + tokens]), model.config.rms_norm_eps
 
-    def part(module: Any, prefix: str) -> Any:
-        own = {n.removeprefix(prefix): t for n, t in stored.items() if n.startswith(prefix)}
-        module.load_state_dict(own)
-        return module.eval()
+    def normed(x: Tensor, which: str) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], 1 + stored[f"mtp.pre_fc_norm_{which}.weight"], eps)
 
-    config, size = model.config, model.config.hidden_size
-    norms = {n: part(Qwen3_5RMSNorm(size, config.rms_norm_eps), f"mtp.{n}.") for n in ("norm", "pre_fc_norm_hidden")}
-    embed_norm = part(Qwen3_5RMSNorm(size, config.rms_norm_eps), "mtp.pre_fc_norm_embedding.")
-    layer = part(Qwen3_5DecoderLayer(config, config.layer_types.index("full_attention")), "mtp.layers.0.")
-    known = torch.tensor([prompt + tokens])
     with torch.inference_mode():
-        hidden = model.model(known).last_hidden_state[:, :-1]
-        embeds = model.model.embed_tokens(known[:, 1:])
-        x = torch.cat((embed_norm(embeds), norms["pre_fc_norm_hidden"](hidden)), dim=-1) @ stored["mtp.fc.weight"].T
-        rows = torch.arange(x.shape[1])[None]
-        mask = torch.full((1, 1, x.shape[1], x.shape[1]), -torch.inf).triu(1)
-        out = layer(x, model.model.rotary_emb(x, rows), attention_mask=mask, position_ids=rows)
-        expected = model.lm_head(norms["norm"](out))[0].argmax(-1).tolist()
+        hidden, embeds = model.model(known).last_hidden_state[:, :-1], model.model.embed_tokens(known[:, 1:])
+        x = torch.cat((normed(embeds, "embedding"), normed(hidden, "hidden")), dim=-1) @ stored["mtp.fc.weight"].T
+        expected = module(inputs_embeds=x).logits[0].argmax(-1).tolist()
     assert len(drafts) > NUM_TOKENS // 2
     # With n known tokens, the last row is n - 2.
     assert drafts == {known: [expected[known - 2]] for known in drafts}

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-from baton.models.loading.loader import watch_tensors
+from baton.models.loading.filling import watch_tensors
 
 _EVERY_S = 3.0
 _BAR = "Loading safetensors checkpoint"  # vLLM's words

@@ -288,7 +288,7 @@ class Linear(nn.Module):
 class MergedLinear(Linear):
     """Several linears of one input as one GEMM. `parts`: their names, in order, with this rank's part of the outputs.
 
-    A checkpoint stores the parts as siblings of this module (see `loader.weight_table`).
+    A checkpoint stores the parts as siblings of this module (see `filling.weight_table`).
     """
 
     def __init__(self, in_features: int, parts: dict[str, Share], build: Build, bias: bool = False) -> None:

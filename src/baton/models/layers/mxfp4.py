@@ -37,7 +37,7 @@ class Mxfp4Pairs:
                 f"tensor {stem}{BLOCKS} is {blocks.dtype} {list(blocks.shape)}, which does not go with {stem}{SCALES}, "
                 f"{scales.dtype} {list(scales.shape)}"
             )
-        if bool((scales == _NAN).any()):
+        if not scales.is_meta and bool((scales == _NAN).any()):
             raise CheckpointError(f"tensor {stem}{SCALES} has a scale that is no number")
         return stem, blocks, scales
 
@@ -47,7 +47,7 @@ def dequantise_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
     Exact in bfloat16 within its range.
     """
-    table = torch.tensor([*_VALUES, *(-value for value in _VALUES)])
+    table = torch.tensor([*_VALUES, *(-value for value in _VALUES)], device=blocks.device)
     pairs = torch.stack((table[(blocks & 15).long()], table[(blocks >> 4).long()]), dim=-1)
     exponents = (scales.int() - _BIAS)[..., None]
     return torch.ldexp(pairs.flatten(-2), exponents).flatten(-2)

@@ -23,6 +23,9 @@ _ORDINARY: dict[str, Any] = {
     "attention.scale": None,
     "attention.sliding_window": 0,
     "embedding_scale": 1,
+    "expert_gating_func": 1,
+    "expert_weights_norm": True,
+    "expert_weights_scale": 1,
     "logit_scale": 1,
     "pooling_type": 0,
     "residual_scale": 1,
@@ -127,7 +130,8 @@ class _Metadata:
                 raise self._error(f"tensor {named} is {kind.name}, which gguf cannot dequantise") from None
 
     def _rope(self, head_dim: int) -> dict[str, Any] | None:
-        kind = self._get("rope.scaling.type", "none")
+        # As in llama.cpp, a factor without a type is linear.
+        kind = self._get("rope.scaling.type", "linear" if self._get("rope.scaling.factor", 1) not in (0, 1) else "none")
         if kind == "none":
             return self._llama3(head_dim)
         if kind not in ("linear", "yarn"):

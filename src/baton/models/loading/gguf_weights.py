@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import gguf
@@ -18,8 +19,23 @@ from baton.models.loading.gguf_header import GgufHeader, GgufTensor, read_header
 from baton.models.loading.gguf_names import model_name
 
 _FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
-# llama.cpp rotates adjacent elements of a head, so its Llama files interleave the two halves that are rotated here.
+_NAMES = {0: "F32", 1: "F16", 30: "BF16"}
+# llama.cpp rotates neighbours of a head, so its Llama files interleave the two halves that are rotated here.
 _INTERLEAVED = re.compile(r"\.attn_([qk])\.")
+
+
+@dataclass(frozen=True, slots=True)
+class GgufOutline:
+    """`dtype`: safetensors' name of what is read."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        return self.dtype
 
 
 class GgufWeights:
@@ -47,6 +63,11 @@ class GgufWeights:
 
     def keys(self) -> list[str]:
         return list(self._stored)
+
+    def get_slice(self, name: str) -> GgufOutline:
+        stored, expert = self._stored[name]
+        tensor = self._header.tensors[stored]
+        return GgufOutline(tensor.shape if expert is None else tensor.shape[1:], _NAMES.get(tensor.kind, "F32"))
 
     def get_tensor(self, name: str) -> Tensor:
         stored, expert = self._stored[name]

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from baton.errors import CheckpointError
 from baton.models.config import ModelConfig
@@ -31,7 +32,19 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _NESTED = ("model.language_model.", "language_model.model.")
 # Nemotron-H's prefixes, and the usual ones.
 _BACKBONE = {"backbone.": "model.", "model.embeddings.": "model.embed_tokens.", "model.norm_f.": "model.norm."}
-_PARTS = ("model.embed_tokens.", "model.norm.", "lm_head.")
+_HEAD_PARTS = "lm_head."
+_PARTS = ("model.embed_tokens.", "model.norm.", _HEAD_PARTS)
+# By safetensors' names.
+_DTYPES = {
+    "BOOL": torch.bool,
+    **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
+    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
+    **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
 # Rows compared at once.
 _ROWS = 4096
 # In a log line: parts, and characters of each.
@@ -77,6 +90,15 @@ def open_weights(file: Path) -> Any:
         raise CheckpointError(f"{file}: truncated or not a safetensors file ({error})") from None
 
 
+def outline(file: Path, weights: Any, name: str) -> Tensor:
+    """A tensor of the open `file` on the meta device. Raises `CheckpointError` for an unknown dtype."""
+    stored = weights.get_slice(name)
+    dtype = _DTYPES.get(kind := str(stored.get_dtype()))
+    if dtype is None:
+        raise CheckpointError(f"{file}: tensor {name} is {kind}, which is not supported")
+    return torch.empty(stored.get_shape(), dtype=dtype, device="meta")
+
+
 def stored_tensors(path: str | Path) -> dict[str, Path]:
     """The file of each tensor. Raises `CheckpointError` for a tensor in two files."""
     found: dict[str, Path] = {}
@@ -109,17 +131,20 @@ class StoredTensors:
             return config
         stored = {name: stored for stored, name in self._names.items()}
         head, embedding = stored.get(HEAD), stored.get(EMBEDDING)
-        if head is None:
-            return config
-        if embedding is None:
-            self._names[head] = EMBEDDING
-            return config
-        if self._are_equal(head, embedding, dtype):
-            return config
+        # Parts of a quantised head are not the embedding's.
+        parts = [name for name in stored if name.startswith(_HEAD_PARTS) and name != HEAD]
+        if not parts:
+            if head is None:
+                return config
+            if embedding is None:
+                self._names[head] = EMBEDDING
+                return config
+            if self._are_equal(head, embedding, dtype):
+                return config
         log.warning(
             "%s: tie_word_embeddings is true, but %s is stored and differs from the embedding: it is used",
             self._path,
-            head,
+            head or parts[0],
         )
         return replace(config, tie_word_embeddings=False)
 
