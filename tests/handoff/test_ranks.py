@@ -314,7 +314,7 @@ def test_a_rank_speaks_for_its_own_pairs_alone(pair: Both) -> None:
     hand_over(p, d, "push")
     ticket = ticket_for(p, d, "push")
     p.together.open_prefill(ticket)
-    node = d.ranks[0].agent._node
+    node = rank_handoffs_of(d.ranks[0].agent)
     (session,) = node.sessions.servers.values()
     before = p.ranks[0].agent.stats().rejected
     for pair_ in ((0, 1), (1, 0), (5, 5)):
