@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from testkit.processes.launcher import Launcher
 
 # Assertions in helpers tell their values too.
 pytest.register_assert_rewrite("testkit")
@@ -52,6 +56,25 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def launcher() -> Iterator[Launcher]:
+    from testkit.processes import baton_forks
+
+    with contextlib.closing(baton_forks.launcher()) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def forks(launcher: Launcher) -> Iterator[None]:
+    """Processes of Baton that a file's tests start are forks, which costs a tenth of a new process. Real starts are in
+    `e2e/test_openai_client.py`, `test_structured_outputs.py`, `test_kubernetes.py` and `test_real_model.py`.
+    """
+    from testkit.processes import baton_forks
+
+    with baton_forks.forking(launcher):
+        yield
 
 
 @pytest.fixture(scope="session")

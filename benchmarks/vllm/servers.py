@@ -18,7 +18,7 @@ from typing import Any
 from baton.errors import EngineUnavailableError
 from baton.parent import die_with_parent
 from baton.transports.process import stat_of
-from testkit.processes.forks import Process
+from testkit.processes.launcher import Process
 
 API_SERVER = "vllm.entrypoints.openai.api_server"
 START_TIMEOUT_S = 400.0

@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError
+from baton.testing.transport_suite import check_names
 from baton.transports.registry import create_transport
 
 SCHEMES = ["nixl", "mooncake", "file"]
+# Checks that stop their peer wait for that as only its parent can, so it cannot be a fork of another process.
+STOPPING = ["waits_for_no_peer"]
+FORKABLE = [name for name in check_names() if name not in STOPPING]
 
 
 @cache

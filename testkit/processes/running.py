@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -28,6 +29,23 @@ class Running:
     process: subprocess.Popen[bytes]
     url: str
     log: Path
+
+
+def run(*arguments: str, limit_s: float = START_LIMIT_S) -> subprocess.CompletedProcess[str]:
+    """Run `baton ARGUMENTS` to its end. Its output goes to files, because forks of the fixture `forks` have no
+    `communicate`. Raises `subprocess.TimeoutExpired`.
+    """
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        process = subprocess.Popen(
+            [*BATON, *arguments], stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=environment()
+        )
+        try:
+            status = process.wait(limit_s)
+        finally:
+            end_processes([process], END_LIMIT_S)
+        for file in (stdout, stderr):
+            file.seek(0)
+        return subprocess.CompletedProcess(arguments, status, stdout.read(), stderr.read())
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import runpy
 import signal
 import sys
 from collections.abc import Sequence
+from multiprocessing import resource_tracker
 
 from baton.parent import die_with_parent
 from testkit.processes.forks import fork_on_order
@@ -30,6 +31,8 @@ def _keep_forking(method: str, force: bool = False) -> None:
 
 def _serve(arguments: Sequence[str]) -> None:
     die_with_parent(signal.SIGKILL)
+    # Removes the shared memory that the server and its children leave.
+    resource_tracker.ensure_running()
     sys.argv = ["sglang.launch_server", *arguments]
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = _keep_forking  # type: ignore[assignment]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from baton.parent import die_with_parent
-from testkit.processes.forks import Launcher, Order, Process
+from testkit.processes.launcher import Launcher, Order, Process
 
 ROOT = Path(__file__).parents[2]
 SUPPORT = ROOT / "tests" / "sglang" / "support"

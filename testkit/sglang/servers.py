@@ -23,7 +23,7 @@ from baton.handoff.protocol.ticket import Ticket, load_or_create_key, sign_ticke
 from baton.handoff.session.keys import make_keys, ticket_key_file
 from baton.sglang.legs import prompt_digest
 from baton.wire import Mode, SglangIdentity
-from testkit.processes.forks import Process
+from testkit.processes.launcher import Process
 from testkit.sglang.launch import ROOT, start
 
 MODEL = ROOT / "models" / "baton-demo-llama"

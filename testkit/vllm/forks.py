@@ -12,11 +12,13 @@ import os
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
+from multiprocessing import resource_tracker
 from pathlib import Path
 from types import ModuleType
 
 from benchmarks.vllm import servers
-from testkit.processes.forks import Launcher, Order, Process, fork_on_order
+from testkit.processes.forks import fork_on_order
+from testkit.processes.launcher import Launcher, Order, Process
 
 # What the processes of a server import, and the models of most tests.
 MODELS = ("llama", "llama_eagle3", "deepseek_v2", "deepseek_mtp", "glm4_moe", "glm4_moe_mtp", "qwen3_next")
@@ -72,6 +74,8 @@ class _OtherModules:
 
 
 def _serve(arguments: Sequence[str]) -> None:
+    # Removes the shared memory that the server and its children leave. vLLM kills one that a child starts.
+    resource_tracker.ensure_running()
     fork = multiprocessing.get_context("fork")
     # vLLM asks for "spawn" on CPUs.
     multiprocessing.get_context = lambda method=None: fork  # type: ignore[assignment]

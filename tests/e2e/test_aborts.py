@@ -27,6 +27,7 @@ PREFILL_TOKENS = 600  # ten steps of 64 tokens: long enough to abort in the midd
 DRAIN_LIMIT_S = 60.0
 MAX_GROWTH_BYTES = 64 * 2**20
 IDLE = ("num_running", "num_waiting", "num_handoffs", "num_referenced_pages", "num_quarantined_pages")
+pytestmark = pytest.mark.usefixtures("forks")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import time
 import urllib.error
 import urllib.request
@@ -18,28 +17,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.deployment import BATON
 from baton.handoff.protocol.ticket import Ticket, load_or_create_key, request_digest, sign_ticket
 from baton.sampling_params import SamplingParams
 from baton.wire import EngineInfo
 from testkit.checkpoints.common import make_checkpoint, make_drafter
-from testkit.processes.running import environment, running
+from testkit.processes.running import run, running
 
 MODEL = "models/baton-demo-llama"
-END_LIMIT_S = 60.0
+pytestmark = pytest.mark.usefixtures("forks")
 
 
 def refuse(*arguments: str) -> str:
     """Run `baton` with arguments that it must refuse. Returns its one line."""
-    result = subprocess.run(
-        [*BATON, *arguments],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=END_LIMIT_S,
-        env=environment(),
-        check=False,
-    )
+    result = run(*arguments)
     assert result.returncode not in (0, None), result.stderr
     assert result.returncode > 0, f"ended by signal {-result.returncode}: {result.stderr}"
     assert "Traceback" not in result.stderr
@@ -81,14 +71,7 @@ def test_a_setting_that_only_an_engine_of_up_refuses(monkeypatch: pytest.MonkeyP
 
 
 def test_unknown_flag() -> None:
-    result = subprocess.run(
-        [*BATON, "serve", MODEL, "--frobnicate", "1"],
-        capture_output=True,
-        text=True,
-        timeout=END_LIMIT_S,
-        env=environment(),
-        check=False,
-    )
+    result = run("serve", MODEL, "--frobnicate", "1")
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
     assert len([line for line in result.stderr.splitlines() if "No such option" in line]) == 1

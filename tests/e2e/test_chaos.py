@@ -12,6 +12,7 @@ from testkit.processes.leftovers import orphaned_segments
 SOON_S = (0.02, 0.2)
 # Bytes of KV per engine: enough for two of the longest requests.
 SMALL = 4 << 20
+pytestmark = pytest.mark.usefixtures("forks")
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,11 +11,12 @@ from baton.doctor.checkup import BOTH
 from baton.doctor.diagnose import check_up, findings_of
 from baton.handoff.session.keys import make_keys
 from baton.router import RouterConfig, build_app
-from testkit.processes.running import environment, running_up
+from testkit.processes.running import run, running_up
 from testkit.servers.fake_serving import served
 
 MODEL = "models/baton-demo-llama"
 FLAGS = ("--kv-cache-memory", "64M", "--max-model-len", "512")
+pytestmark = pytest.mark.usefixtures("forks")
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +26,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_a_healthy_deployment_is_ready(url: str) -> None:
-    command = [sys.executable, "-m", "baton.cli", "doctor", f"{url}/v1"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment(), check=False)
+    result = run("doctor", f"{url}/v1")
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     assert lines[-1] == "ready"

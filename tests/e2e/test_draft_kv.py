@@ -20,6 +20,7 @@ from baton.verify.sides import EngineSide
 TARGET = "models/baton-demo-llama"
 EAGLE3 = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3, "draft_kv": "prefer"}
 FLAGS = ["--batch-invariant", "--recovery", "none", "--no-enable-prefix-caching"]
+pytestmark = pytest.mark.usefixtures("forks")
 
 
 def speculative(**changed: Any) -> list[str]:

@@ -28,6 +28,7 @@ MAX_TOKENS = 24
 # The longest wait of a leg whose other leg never reached P.
 TICKET_LIFE_S = 6
 MAX_GROWTH_BYTES = 64 * 2**20
+pytestmark = pytest.mark.usefixtures("forks")
 
 
 async def read(client: BatonClient, request: GenerateRequest) -> list[TokenChunk]:

@@ -7,6 +7,8 @@ import pytest
 from benchmarks.faults.overload import OverloadConfig, run_overload
 from testkit.processes.leftovers import orphaned_segments
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)

@@ -21,6 +21,7 @@ TARGET = "models/baton-demo-llama"
 EAGLE3 = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}
 PARAMS = SamplingParams(max_tokens=24, temperature=0.0)
 LENGTHS = [17, 32, 40, 63, 64, 65, 90, 130]
+pytestmark = pytest.mark.usefixtures("forks")
 
 
 async def ask(url: str, cases: list[Case], mode: str) -> list[tuple[int, ...]]:

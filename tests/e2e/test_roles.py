@@ -26,6 +26,7 @@ EVENTS = {
 }
 TOKEN = "t" * 32
 PROMPT = [3 + (7 * i) % 2000 for i in range(300)]
+pytestmark = pytest.mark.usefixtures("forks")
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from baton.handoff.plan import planner, topology
 from benchmarks.parity.cases import HANDED_BACK, cases
 from benchmarks.topologies.__main__ import run, trial_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "forks")
 # Handed back is a prompt of several pages.
 BATCH = [replace(case, length=63) if case.condition == HANDED_BACK else case for case in cases(5, 1)]
 

@@ -27,6 +27,7 @@ FLAGS = [
     # A failed handoff must show: recomputed on the decode engine, it would give the same answer.
     *("--recovery", "none", "--allow-mode-override"),
 ]
+pytestmark = pytest.mark.usefixtures("forks")
 
 
 @pytest.fixture(scope="module")

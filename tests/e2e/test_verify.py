@@ -13,6 +13,7 @@ LENGTHS = "1,2,15-18,31-33,47-49,80,96"
 NUM_CASES = 14
 # For ranks, which are slow if they share cores; test_topologies.py has more.
 RANK_LENGTHS, NUM_RANK_CASES = "1,16,33,48,80", 5
+pytestmark = pytest.mark.usefixtures("forks")
 
 
 @pytest.mark.timeout(360)

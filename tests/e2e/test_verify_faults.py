@@ -6,6 +6,8 @@ import pytest
 
 from testkit.processes.verifying import verify
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 
 @pytest.mark.timeout(360)
 @pytest.mark.parametrize(

@@ -304,8 +304,9 @@ def test_a_refused_engine_tells_p_that_the_attempt_is_over(pair: Pair) -> None:
 
 @pytest.mark.parametrize("fault", ["key", "other_engine"])
 def test_a_bad_ticket_is_refused(pair: Pair, fault: str) -> None:
+    # D knocks until its lease ends.
     p = pair.node("P")
-    d = pair.node("D", ticket_key=b"x" * 32 if fault == "key" else KEY)
+    d = pair.node("D", ticket_key=b"x" * 32 if fault == "key" else KEY, timers=replace(TIMERS, renew=0.5, lease=1.5))
     changes = {"prefill_engine": "Q"} if fault == "other_engine" else {}
     ticket = ticket_for(p, d, "push", **changes)
     d.agent.open_decode(ticket, 4, {"target": Interval(0, 4), "draft": Interval(0, 4)}, d.pages(1, 4))
@@ -427,7 +428,9 @@ def serve_prefill(pipe: Connection) -> None:
 @pytest.mark.parametrize("mode", ["push", "pull"])
 def test_a_killed_peer_is_noticed_and_fenced(pair: Pair, mode: str) -> None:
     here, there = multiprocessing.Pipe()
-    child = multiprocessing.get_context("spawn").Process(target=serve_prefill, args=(there,), daemon=True)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    child = context.Process(target=serve_prefill, args=(there,), daemon=True)
     child.start()
     try:
         d = pair.node("D", "shm://")
@@ -471,7 +474,7 @@ def test_digests_keep_the_agent_from_nothing(pair: Pair) -> None:
         p.agent.finish_prefill(ticket.key, SEEDS, False, {"draft": 8})
         assert begun.wait(30)
         d.agent.abort(ticket_for(p, d, "push").key, "another", taken.set)
-        assert taken.wait(10)
+        assert taken.wait(60)
     finally:
         go_on.set()
     d.next(DecodeCommitted)

@@ -42,7 +42,8 @@ def serve(pipe: Connection, rank: int) -> None:
 class Remote:
     def __init__(self, together: Any, rank: int) -> None:
         self.pipe, there = multiprocessing.Pipe()
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])  # imported once for all ranks
         self.process = context.Process(target=serve, args=(there, rank), daemon=True)
         self.process.start()
         there.close()

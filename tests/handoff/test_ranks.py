@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace as replace_fields
+from typing import Any
 
 import msgspec
 import pytest
@@ -74,7 +75,10 @@ def test_stages_that_are_cut_differently(pair: Both, p_shape: Shape, d_shape: Sh
 # ---------------------------------------------------------------- one rank fails
 
 
-SLOW = "faulty+local://?fault=delay&delay_s=4&every=1000"
+# The first copy takes a minute, or until `stop` is set.
+SLOW = "faulty+local://?fault=delay&delay_s=60&every=1000"
+# For an engine to tell, wrongly, that pages are free.
+GRACE_S = 1.0
 LOCAL = "local://"
 
 
@@ -242,14 +246,26 @@ def quiet_when_told(engine: Engine, issuer: Engine) -> list[int]:
 def abort_while_one_rank_copies(pair: Both, mode: str) -> None:
     # If the first rank's copies were fast, its pair could commit before the second rank begins to copy.
     p, d = two_ranks(pair, mode, SLOW, first=SLOW)
-    issuer, side = (p, p) if mode == "push" else (d, d)
+    issuer = p if mode == "push" else d
+    transport, copies = issuer.ranks[1].transport, []
+    submit = transport.submit
+
+    def noted(*arguments: Any) -> Any:
+        copies.append(submit(*arguments))
+        return copies[-1]
+
+    transport.submit = noted  # type: ignore[method-assign]
     # This rank's copies go on to their end, in spite of aborts.
-    issuer.ranks[1].transport.cancel = lambda operation: None  # type: ignore[method-assign]
-    under_way = quiet_when_told(side, issuer)
+    transport.cancel = lambda operation: None  # type: ignore[method-assign]
+    under_way = quiet_when_told(issuer, issuer)
     key = begin(p, d, mode)
-    while not len(rank_handoffs_of(issuer.ranks[1].agent).operations):
+    while not copies:
         time.sleep(0.005)
-    side.together.abort(key, "aborted")
+    issuer.together.abort(key, "aborted")
+    until = time.monotonic() + GRACE_S
+    while not under_way and time.monotonic() < until:
+        time.sleep(0.005)
+    copies[0].stop.set()
     p.next(ev.PrefillReleased)
     settle(p, d)
     assert under_way == [0]

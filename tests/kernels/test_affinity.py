@@ -94,5 +94,5 @@ def test_an_engines_thread_binds_its_team(engine: AsyncEngine, monkeypatch: pyte
 
     monkeypatch.setattr("baton.engine.async_engine.bind_team", note)
     engine.start()
-    assert done.wait(10)
+    assert done.wait(60)
     assert bound == ["baton-engine"]

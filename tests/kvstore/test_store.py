@@ -151,7 +151,7 @@ def test_whoever_asks_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert isinstance(library_of(far), FileLibrary)
         monkeypatch.setattr(library_of(far), "_fetch", fail)
         operation = near.submit(peer, "write", CopyList(0, 0, *[np.array([8], dtype=np.int64)] * 3))
-        assert operation.wait(10) == "failed"
+        assert operation.wait(60) == "failed"
         assert operation.error == "MemoryError"
         assert peer.alive()
         assert isinstance(library_of(near), FileLibrary)
@@ -181,9 +181,9 @@ def test_nothing_is_written_for_one_who_is_gone(tmp_path: Path, monkeypatch: pyt
 
         monkeypatch.setattr(FileStore, "get", slow)
         operation = near.submit(peer, "write", CopyList(0, 0, *[np.array([8], dtype=np.int64)] * 3))
-        assert reading.wait(10)
+        assert reading.wait(60)
         peer.line.abort()  # type: ignore[attr-defined]
-        assert operation.wait(10) == "failed"
+        assert operation.wait(60) == "failed"
     finally:
         go_on.set()
         far.close()

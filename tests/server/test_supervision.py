@@ -125,14 +125,14 @@ def test_up_starts_a_killed_engine_again(directory: str) -> None:
         assert not after & set(children)
     finally:
         up.terminate()
-        up.wait(15)
+        up.wait(60)
         up.stderr.close()
     assert up.returncode == 0
 
 
 def answered(url: str) -> str:
     """The answer to a prompt once engines are back."""
-    for _ in range(300):
+    for _ in range(600):
         body = json.dumps({"prompt": "a", "max_tokens": 3}).encode()
         try:
             with urllib.request.urlopen(urllib.request.Request(f"{url}/completions", data=body), timeout=60) as answer:

@@ -34,7 +34,7 @@ def lines_of_up(directory: str, form: str, name: str) -> list[str]:
         lines.append(line.rstrip("\n"))
         if "ready: http" in line and name != "fails":
             up.send_signal(signal.SIGTERM)
-    up.wait(30)
+    up.wait(60)
     up.stderr.close()
     return lines
 

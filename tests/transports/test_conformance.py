@@ -10,6 +10,9 @@ from baton.testing import check_transport
 from baton.testing.transport_suite import check_names
 from baton.transports.mapped.segments import SHM_DIR
 from baton.transports.registry import create_transport
+from testkit.handoffs.remote_uris import FORKABLE, STOPPING
+from testkit.processes.baton_forks import forking
+from testkit.processes.launcher import Launcher
 
 
 def own_segments() -> list[str]:
@@ -22,8 +25,12 @@ def test_local_transports_conform(uri: str) -> None:
     assert own_segments() == []
 
 
-def test_transports_conform_across_processes() -> None:
-    assert len(check_transport(lambda: create_transport("shm://"), spawn_uri="shm://")) == len(check_names())
+def test_transports_conform_across_processes(launcher: Launcher) -> None:
+    passed = []
+    with forking(launcher):
+        passed += check_transport(lambda: create_transport("shm://"), spawn_uri="shm://", only=FORKABLE)
+    passed += check_transport(lambda: create_transport("shm://"), spawn_uri="shm://", only=STOPPING)
+    assert sorted(passed) == sorted(check_names())
     assert own_segments() == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,14 +17,19 @@ from baton.testing.transport_suite import check_names
 from baton.transports.base import Peer
 from baton.transports.registry import create_transport
 from baton.transports.remote.remote_transport import RemoteTransport
-from testkit.handoffs.remote_uris import SCHEMES, uri_of
+from testkit.handoffs.remote_uris import FORKABLE, SCHEMES, uri_of
+from testkit.processes.baton_forks import forking
+from testkit.processes.launcher import Launcher
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("check", check_names())
-def test_remote_transports_conform_across_processes(scheme: str, check: str, tmp_path: Path) -> None:
+def test_remote_transports_conform_across_processes(
+    scheme: str, check: str, tmp_path: Path, launcher: Launcher
+) -> None:
     uri = uri_of(scheme, tmp_path)
-    assert check_transport(lambda: create_transport(uri), spawn_uri=uri, only=[check]) == [check]
+    with forking(launcher) if check in FORKABLE else contextlib.nullcontext():
+        assert check_transport(lambda: create_transport(uri), spawn_uri=uri, only=[check]) == [check]
 
 
 def test_nixl_over_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ def test_descriptors_name_device_and_kind_of_memory() -> None:
             ("READ", ([[bounce, 1, 0]], "DRAM"), ([[address, 1, 0]], "VRAM"), name) for address in (1 << 40, 1 << 41)
         ]
         column = [np.array([value], dtype=np.int64) for value in (100, 200, 300)]
-        assert near.submit(peer, "write", CopyList(0, 1, *column)).wait(10) == "done"
+        assert near.submit(peer, "write", CopyList(0, 1, *column)).wait(60) == "done"
         own_row, far_row = [(1 << 42) + 100, 300, 3], [(1 << 41) + 200, 300, 0]
         assert agent_of(near).copies[2:] == [("WRITE", ([own_row], "VRAM"), ([far_row], "VRAM"), name)]
         with pytest.raises(ProtocolError, match="lies outside"):
@@ -135,7 +135,7 @@ def test_a_write_that_is_posted_in_part_has_failed() -> None:
         before = agent_of(far).rounds
         agent_of(near).breaks = True
         operation = near.submit(peer, "write", CopyList(0, 0, *[np.array([8], dtype=np.int64)] * 3))
-        assert operation.wait(10) == "failed"
+        assert operation.wait(60) == "failed"
         assert operation.error == "nixl: a copy failed"
         assert agent_of(near).removed == [agent_of(far).name]
         assert agent_of(far).rounds >= before + 8192

@@ -136,7 +136,7 @@ def test_what_has_not_begun_ends_with_the_connection(sides: tuple[Side, Side]) -
     first, *queued = [near.submit(peer) for _ in range(4)]
     far.library.may_take_in.clear()
     near.settle("failed")
-    assert [operation.wait(10) for operation in queued] == ["failed"] * 3
+    assert [operation.wait(60) for operation in queued] == ["failed"] * 3
     assert first.poll() == "pending"
     assert not peer.alive()
 
@@ -154,13 +154,13 @@ def test_a_write_that_failed_ends_once_the_peer_has_taken_in_what_was_sent(sides
     near.transport.cancel(operation)
     assert operation.wait(0.3) == "pending"
     far.library.may_take_in.set()
-    assert operation.wait(10) == "failed"
+    assert operation.wait(60) == "failed"
     assert operation.error == "fake: a batch failed"
     again = near.transport.connect(far.descriptor).result(30)
     near.library.batches.clear()
     operation = near.submit(again)
     near.settle("done")
-    assert operation.wait(10) == "done"
+    assert operation.wait(60) == "done"
 
 
 @pytest.mark.parametrize("sides", [True], indirect=True)
@@ -173,7 +173,7 @@ def test_a_write_that_failed_ends_when_the_peer_cannot_be_asked(sides: tuple[Sid
     near.settle("failed")
     assert operation.wait(0.3) == "pending"
     peer.line.abort()
-    assert operation.wait(10) == "failed"
+    assert operation.wait(60) == "failed"
 
 
 @pytest.mark.parametrize("sides", [True], indirect=True)
@@ -183,7 +183,7 @@ def test_a_read_that_failed_is_quiet(sides: tuple[Side, Side]) -> None:
     operation = near.submit(peer, "read")
     far.library.may_take_in.clear()
     near.settle("failed")
-    assert operation.wait(10) == "failed"
+    assert operation.wait(60) == "failed"
 
 
 @pytest.mark.parametrize("direction", ["read", "write"])
@@ -200,7 +200,7 @@ def test_a_connection_is_cut_when_its_batch_has_ended(
     assert operation.wait(0.2) == "pending"
     assert near.library.removed == []
     near.settle(state)
-    assert operation.wait(10) == "failed"
+    assert operation.wait(60) == "failed"
     eventually(lambda: driver_of(near.transport).peers == [])
     assert near.library.removed == ["far"]
 
@@ -214,11 +214,11 @@ def test_a_connection_with_a_batch_under_way_is_used_again(sides: tuple[Side, Si
     near.transport.disconnect(old)
     new = near.transport.connect(far.descriptor).result(30)
     near.settle("done")
-    assert first.wait(10) == "failed"
+    assert first.wait(60) == "failed"
     near.library.batches.clear()
     second = near.submit(new)
     near.settle("done")
-    assert second.wait(10) == "done"
+    assert second.wait(60) == "done"
     assert (near.library.added, near.library.removed) == (["far"], [])
     near.transport.disconnect(new)
     eventually(lambda: near.library.removed == ["far"])
@@ -258,12 +258,12 @@ def test_a_cancel_does_not_wait_for_what_is_before_it(sides: tuple[Side, Side]) 
     stuck, queued = near.submit(peer), near.submit(peer)
     near.batch()
     near.transport.cancel(queued)
-    assert queued.wait(10) == "failed"
+    assert queued.wait(60) == "failed"
     assert queued.error == "cancelled after 0 of 1 batches"
     near.transport.cancel(stuck)
     assert stuck.wait(0.2) == "pending"
     near.settle("done")
-    assert stuck.wait(10) == "done"
+    assert stuck.wait(60) == "done"
 
 
 def test_stuck_operations_hold_up_no_disconnect(sides: tuple[Side, Side]) -> None:
@@ -272,7 +272,7 @@ def test_stuck_operations_hold_up_no_disconnect(sides: tuple[Side, Side]) -> Non
     operations = [near.submit(peer) for _ in range(20)]
     near.batch()
     near.transport.disconnect(peer)
-    assert [operation.wait(10) for operation in operations[1:]] == ["failed"] * 19
+    assert [operation.wait(60) for operation in operations[1:]] == ["failed"] * 19
 
 
 def test_the_end_of_a_broken_connection_leaves_the_next_one_alone(sides: tuple[Side, Side]) -> None:
@@ -287,7 +287,7 @@ def test_the_end_of_a_broken_connection_leaves_the_next_one_alone(sides: tuple[S
     near.library.batches.clear()
     operation = near.submit(new)
     near.settle("done")
-    assert operation.wait(10) == "done"
+    assert operation.wait(60) == "done"
 
 
 def test_a_close_with_a_copy_under_way_proves_nothing_to_the_peer(sides: tuple[Side, Side]) -> None:
@@ -302,7 +302,7 @@ def test_a_close_with_a_copy_under_way_proves_nothing_to_the_peer(sides: tuple[S
     assert not back.gone()
     assert not back.fenced()
     if near.library.cuts:
-        assert operation.wait(10) == "failed"
+        assert operation.wait(60) == "failed"
 
 
 # ---------------------------------------------------------------- starts, registrations, descriptors
@@ -399,11 +399,11 @@ def test_strangers_take_a_bounded_number_of_sockets() -> None:
             lifeline.wait(0.2)
         lines = [key.data for key in lifeline._selector.get_map().values() if key.data is not None]
         assert len(lines) == MAX_STRANGERS
-        callers[0].settimeout(5)
+        callers[0].settimeout(60)
         assert callers[0].recv(1) == b""
         callers[-1].sendall(len(contact.secret).to_bytes(4, "big") + contact.secret)
         lifeline.wait(1)
-        callers[-1].settimeout(5)
+        callers[-1].settimeout(60)
         assert callers[-1].recv(64) == b"\0\0\0\x07welcome"
     finally:
         for caller in callers:

@@ -76,7 +76,7 @@ def test_memory_needs_no_faults_when_it_is_used(transport: ShmTransport) -> None
             for _ in range(4):  # a piece requests the next one
                 done = threading.Event()
                 end._mover.post(done.set)
-                assert done.wait(10)
+                assert done.wait(60)
             before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
             bytes_[:: mmap.PAGESIZE] = 1
             faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from baton.deployment import Deployment
+from testkit.processes.running import run
 
 TARGET = "models/baton-demo-llama"
 EAGLE3 = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}
 FLAGS = ("--speculative-config", json.dumps(EAGLE3), "--batch-invariant")
 LENGTHS = "1,2,15-18,31-33,48"
 NUM = 10
+pytestmark = pytest.mark.usefixtures("forks")
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +37,8 @@ CHATS = (
 
 
 def verify(reference: str, *flags: str, lengths: str | None = LENGTHS) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "baton.cli", "verify", "--reference", reference]
-    command += ["--max-tokens", "20", *(("--lengths", lengths) if lengths else ()), *flags]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=170, env=environment, check=False)
+    chosen = ("--lengths", lengths) if lengths else ()
+    return run("verify", "--reference", reference, "--max-tokens", "20", *chosen, *flags, limit_s=170)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -24,7 +25,7 @@ from baton.transports.base import Peer
 from baton.transports.mapped.segments import remove_stale_segments
 from baton.transports.process import ProcessWatch, own_host_key, process_start_ticks
 from baton.transports.remote.lifeline import Lifeline
-from testkit.handoffs.nodes import SEEDS, Node, Pair, ticket_for
+from testkit.handoffs.nodes import SEEDS, TIMERS, Node, Pair, ticket_for
 from testkit.inside import rank_handoffs_of
 
 N = 8
@@ -74,7 +75,8 @@ def test_a_leg_outlives_a_while_without_descriptors(pair: Pair, scheme: str) -> 
 
 
 def test_a_leg_ends_where_no_descriptor_comes_back(pair: Pair) -> None:
-    p, d = pair.both()
+    # D tries to connect until its lease ends.
+    p, d = pair.node("P"), pair.node("D", timers=replace(TIMERS, renew=0.5, lease=1.5))
     with no_descriptors():
         begin(p, d)
         failed = d.next(DecodeFailed)
