@@ -139,7 +139,7 @@ class Launcher(Starter):
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         here, there = socket.socketpair()
         with there:
-            self._process = subprocess.Popen(command, stdin=there, env=environment, preexec_fn=die_with_parent)
+            self._process = subprocess.Popen(command, stdin=there.fileno(), env=environment, preexec_fn=die_with_parent)
         super().__init__(here)
 
     def close(self) -> None:
