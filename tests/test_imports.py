@@ -28,7 +28,7 @@ def test_no_collection_during_an_import_and_no_imported_object_in_one_afterwards
     assert found.stdout == "[] True True\n"
 
 
-def test_what_exists_is_not_kept_by_an_import_of_what_is_there() -> None:
+def test_an_import_without_new_modules_freezes_nothing() -> None:
     before = gc.get_freeze_count()
     with without_gc():
         import baton.errors  # noqa: F401

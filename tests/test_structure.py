@@ -243,7 +243,7 @@ def test_pure_rooms_know_no_clock_and_no_socket(room: str) -> None:
             assert not names & IMPURE, f"{module_of(path)} imports {names & IMPURE}"
 
 
-def test_what_is_installed_needs_nothing_of_the_repository() -> None:
+def test_the_package_imports_nothing_that_is_not_installed() -> None:
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             names = {alias.name.split(".")[0] for alias in node.names} if isinstance(node, ast.Import) else set()
@@ -267,7 +267,7 @@ def test_planner_and_protocol_need_no_torch(package: str) -> None:
         assert "import torch" not in path.read_text(), path
 
 
-def test_what_decides_in_an_engine_needs_no_torch() -> None:
+def test_the_engines_decisions_need_no_torch() -> None:
     """Everything but the executor and its dependencies: the simulator runs it over cells."""
     names = ("core", "scheduler", "legs.handoff_legs", "step", "request_checks")
     command = f"import sys, {', '.join('baton.engine.' + name for name in names)}; sys.exit('torch' in sys.modules)"

@@ -97,7 +97,7 @@ def test_the_pair_of_a_ticket_key_is_its_own() -> None:
     assert KEYS.engine_of(b"") is None
 
 
-def test_who_ends_every_session_is_asked_seldom_and_ends_the_leg(scene: Scene) -> None:
+def test_a_peer_that_ends_every_session_is_dialled_less_and_less_and_fails_the_leg(scene: Scene) -> None:
     """A process with the ticket key listens at the address of a dead engine, and answers BYE to everything."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.setsockopt(zmq.LINGER, 0)

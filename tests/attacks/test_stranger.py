@@ -94,7 +94,7 @@ def test_a_proof_that_was_overheard_is_of_no_use_again(scene: Scene) -> None:
     assert scene.p.agent.stats().sessions == 1
 
 
-def test_who_listens_at_the_address_of_an_engine_that_is_gone_gets_nothing(scene: Scene) -> None:
+def test_a_stranger_at_the_address_of_a_dead_engine_gets_nothing(scene: Scene) -> None:
     """It gets neither D's descriptor nor its REGISTER, and none of its messages makes D free or commit pages."""
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
@@ -147,7 +147,7 @@ def test_a_proof_covers_all_of_a_hello(scene: Scene) -> None:
         assert not is_proven(TICKET_KEY, "answered", address, CHALLENGE, changed), name
 
 
-def test_who_takes_the_address_of_an_engine_that_died_is_not_heard(scene: Scene, until: Until) -> None:
+def test_messages_from_a_stranger_at_a_dead_engines_address_are_ignored(scene: Scene, until: Until) -> None:
     """D's socket reconnects by itself, in an open session, and reveals the session's number."""
     p, d = scene.p, scene.d
     scene.traffic.serve_one()

@@ -135,7 +135,7 @@ def test_figures_of_a_load() -> None:
     assert figures["errors"] == ["", "", "out of luck"]
 
 
-def test_what_was_not_measured_is_not_zero() -> None:
+def test_figures_without_measurements_are_none() -> None:
     figures = load_figures(two_and_a_failure()[1:], 1.0, ("tpot", "itl"), (99.0,), {})
     assert figures["mean_tpot_ms"] is None
     assert figures["p99_itl_ms"] is None

@@ -85,7 +85,9 @@ def test_guidellm_and_aiperf_are_told_the_same(tmp_path: Path, monkeypatch: pyte
         (["--sweep", "1,2", "--plot", "a.pdf"], "plot"),
     ],
 )
-def test_what_cannot_be_told_is_named(monkeypatch: pytest.MonkeyPatch, flags: list[str], field: str) -> None:
+def test_flags_that_a_load_tool_lacks_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, flags: list[str], field: str
+) -> None:
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     result = CliRunner().invoke(bench_app, ["serve", *flags])

@@ -118,7 +118,7 @@ def test_lists_of_the_router(tmp_path: Path) -> None:
         ("a.toml", "#" * (1 << 20) + "#", "larger than"),
     ],
 )
-def test_what_no_flag_takes_is_refused_by_name(tmp_path: Path, name: str, text: str, message: str) -> None:
+def test_a_bad_line_of_a_config_file_is_refused_by_name(tmp_path: Path, name: str, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parsed("up", "m", "--config", written(tmp_path / name, text))
 

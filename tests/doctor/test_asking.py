@@ -178,7 +178,7 @@ async def _keyed(request: web.Request) -> web.Response:
     return web.json_response({"error": {"message": "a key is needed"}}, status=401)
 
 
-async def test_what_is_no_engine_is_found() -> None:
+async def test_a_web_page_is_no_engine() -> None:
     async def page(request: web.Request) -> web.Response:
         return web.Response(text="<html>welcome</html>", content_type="text/html")
 

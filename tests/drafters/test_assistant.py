@@ -254,7 +254,7 @@ def test_each_rank_attends_with_the_heads_of_its_keys(made: Callable[..., Made])
         ({"use_ordered_embeddings": True, "num_centroids": 7}, "7 clusters, of which 2 are chosen, do not fit 260"),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_an_assistant_that_does_not_fit_its_target_is_refused(
     fields: dict[str, Any], text: str, made: Callable[..., Made], tmp_path: Path
 ) -> None:
     target, spec, _ = made()

@@ -163,7 +163,7 @@ def test_a_markov_head_adds_what_follows_the_token_before(target_path: Path, tar
         ("dspark", {"sample_from_anchor": False}, "sample_from_anchor"),
     ],
 )
-def test_what_is_computed_differently_is_refused(
+def test_configs_of_other_block_drafters_are_refused(
     method: str, fields: dict[str, Any], text: str, target_path: Path, target: CausalLM, tmp_path: Path
 ) -> None:
     spec = block_drafter(tmp_path, target_path, method)

@@ -121,7 +121,7 @@ class Faulty(NGram):
     ],
     ids=["beyond the vocabulary", "negative", "no integer", "too many", "of no request", "features of other rows"],
 )
-def test_what_no_drafter_may_return_is_refused_by_its_name(
+def test_invalid_drafts_are_an_error_that_names_the_drafter(
     fault: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in fault.items():

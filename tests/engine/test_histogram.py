@@ -10,7 +10,7 @@ from baton.openai.client import read_samples
 from baton.openai.http.metrics import RowCollector, exposition_text, with_vllm_names
 
 
-def test_what_lies_at_or_below_each_bound() -> None:
+def test_buckets_count_values_at_or_below_their_bound() -> None:
     some = Histogram((1, 2, 4))
     for value in (0.5, 1, 1.5, 4, 4.1):
         some.observe(value)
@@ -21,7 +21,7 @@ def test_what_lies_at_or_below_each_bound() -> None:
     assert (both.count, both.total) == (10, 22.2)
 
 
-def test_what_vllm_has_is_there_by_its_names() -> None:
+def test_metrics_have_vllms_names_too() -> None:
     """Read back as the router does, which scrapes its engines."""
     metrics = EngineMetrics()
     metrics.prompt_came(100, 64, "local_compute")

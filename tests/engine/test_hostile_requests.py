@@ -65,7 +65,7 @@ def tokens(chunks: list[TokenChunk]) -> list[int]:
     return [token for chunk in chunks for token in chunk.token_ids]
 
 
-async def test_what_is_out_of_bounds_is_refused_and_the_engine_goes_on() -> None:
+async def test_parameters_out_of_bounds_are_refused_and_the_engine_goes_on() -> None:
     hostile: list[tuple[str, dict[str, Any]]] = [
         ("stop_token_ids", {"stop_token_ids": (-1000000000,), "min_tokens": 3}),
         ("sample_index", {"sample_index": 2**64}),

@@ -157,7 +157,7 @@ def test_abort_from_either_side_releases_both_once(pair: Pair, mode: str, side: 
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
-def test_what_is_given_up_may_be_overwritten_while_it_is_copied(pair: Pair, mode: str) -> None:
+def test_pages_of_an_aborted_handoff_may_be_overwritten_while_they_are_copied(pair: Pair, mode: str) -> None:
     """`taken` does not wait for copies, and nothing copied after it is committed."""
     p, d = pair.both("faulty+local://?fault=delay&delay_s=60")
     ticket, n, taken = ticket_for(p, d, mode), 16, threading.Event()

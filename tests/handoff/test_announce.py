@@ -186,7 +186,7 @@ def test_p_keeps_no_pages_for_a_leg_that_fell_silent(world: World) -> None:
     assert p.events == [ev.PrefillReleased(ticket.key, "handoff_timeout")]
 
 
-def test_what_was_forgotten_is_quiet(world: World) -> None:
+def test_p_says_that_it_has_forgotten_an_attempt(world: World) -> None:
     p, d = engine(world, "P"), engine(world, "D")
     ticket = world.ticket(p, d, "pull", life=10)
     d.node.announce_decode(ticket)

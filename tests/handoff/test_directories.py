@@ -85,7 +85,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_a_killed_run_has_left_is_removed_by_the_next(temporary: Path) -> None:
+def test_directories_of_a_killed_run_are_removed_by_the_next(temporary: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(temporary)}
     command = [sys.executable, "-c", _OWNER]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -86,7 +86,7 @@ def test_one_flipped_byte_is_found_named_and_repaired(
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
-def test_what_cannot_be_repaired_ends_in_a_named_failure(pair: Pair, mode: str) -> None:
+def test_pieces_that_stay_bad_end_in_integrity_failed(pair: Pair, mode: str) -> None:
     p, d = engines(pair, mode, "fault=corrupt&region=1", max_retries=2)
     failed = fail_over(p, d, mode)
     assert (failed.reason, failed.recoverable) == ("integrity_failed", True)

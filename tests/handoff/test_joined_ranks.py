@@ -338,9 +338,7 @@ class Hasty(PrefillGather):
         ("PrefillGather", Hasty, "a page that is free|while a pair copies"),
     ],
 )
-def test_what_is_broken_on_purpose_is_seen(
-    monkeypatch: pytest.MonkeyPatch, name: str, mutation: type, why: str
-) -> None:
+def test_a_broken_gather_is_found(monkeypatch: pytest.MonkeyPatch, name: str, mutation: type, why: str) -> None:
     monkeypatch.setattr(joined, name, mutation)
     for seed in range(150):
         world = World(seed, SHAPES[1 + seed % (len(SHAPES) - 1)], "push", 0.2, aborts=name == "PrefillGather")

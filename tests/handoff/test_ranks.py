@@ -142,7 +142,7 @@ def test_one_ranks_flipped_byte_is_repaired_there_alone(
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
-def test_what_one_rank_cannot_repair_ends_the_whole(pair: Both, mode: str) -> None:
+def test_bad_pieces_of_one_rank_fail_all_ranks(pair: Both, mode: str) -> None:
     p, d = two_ranks(pair, mode, "faulty+local://?fault=corrupt", max_retries=1)
     begin(p, d, mode)
     failed = failure(p, d)

@@ -125,7 +125,7 @@ def test_every_byte_of_every_rank_arrives(engines: Any, p_shape: Shape, d_shape:
 
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("when", ["before", "between", "announced"])
-def test_what_p_gives_up_no_rank_of_d_waits_for(engines: Any, when: str, known: bool) -> None:
+def test_no_rank_of_d_waits_for_a_handoff_that_p_aborted(engines: Any, when: str, known: bool) -> None:
     """With and without P knowing D's ranks, and before a ticket has expired."""
     p, d = engines("P", TWO), engines("D", FOUR)
     if known:
@@ -158,7 +158,7 @@ def test_what_p_gives_up_no_rank_of_d_waits_for(engines: Any, when: str, known: 
 
 
 @pytest.mark.parametrize("how", ["abort", "incompatible"])
-def test_what_d_gives_up_before_it_knows_p_no_rank_of_p_holds(engines: Any, how: str) -> None:
+def test_no_rank_of_p_holds_a_handoff_that_d_aborted_early(engines: Any, how: str) -> None:
     """Each rank of P learns of it before the ticket expires, also if the engines are incompatible."""
     p, d = engines("P", TWO), engines("D", TWO, fingerprint={} if how == "abort" else {"model": "another"})
     ticket = ticket_for(p, d, "push")

@@ -47,7 +47,7 @@ def test_a_machine_takes_no_claim_with_another_ticket(mode: Mode, before: str) -
 
 
 @MODES
-def test_what_is_over_tells_all_the_same(mode: Mode) -> None:
+def test_claims_for_an_ended_handoff_are_cancelled(mode: Mode) -> None:
     p = PrefillHandoff(KEY, mode, "t", ["target"])
     for event in (ev.Opened(), ev.Received(msg.Announce(KEY, "t")), ev.Abort("gone")):
         p.handle(event)

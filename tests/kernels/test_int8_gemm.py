@@ -71,7 +71,7 @@ def test_a_layer_keeps_no_other_copy_of_its_weight() -> None:
     assert torch.equal(layer(x), Int8Weight(weight).multiply(x, None))
 
 
-def test_what_cannot_be_quantised_is_refused_by_name() -> None:
+def test_int8_is_refused_for_other_dtypes_and_cpus() -> None:
     with pytest.raises(ConfigError, match="dtype: must be bfloat16 with quantization int8, is float32"):
         load_model(DEMO, "float32", quantization="int8")
     with pytest.raises(ConfigError, match="quantization: int8 needs a CPU with AVX-512 BF16"):

@@ -117,7 +117,7 @@ def test_a_hit_in_part_leaves_the_shared_page_as_it_is() -> None:
     memory.check(tables, other, 20)
 
 
-def test_where_no_page_is_left_for_a_copy_whole_pages_are_hit() -> None:
+def test_without_a_page_for_a_copy_only_whole_pages_are_hit() -> None:
     sizes = {"target": 4, "window": 2, "draft": 4}
     memory = Memory(num_pages=4, sizes=sizes)
     memory.cache.num_lookahead_slots = 0

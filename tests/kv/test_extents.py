@@ -25,7 +25,7 @@ def test_the_shortest_run_that_fits_is_taken() -> None:
     assert free.num_pages == 3
 
 
-def test_a_table_goes_on_behind_its_last_page() -> None:
+def test_a_table_grows_after_its_last_page() -> None:
     free = Extents(1, 21)
     assert free.take(3) == [1, 2, 3]
     assert free.take(2) == [4, 5]

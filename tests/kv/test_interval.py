@@ -107,7 +107,7 @@ def test_final_entries_of_each_kind_of_group(
 
 
 @pytest.mark.parametrize("module", [0, 1, 2, 4, None])
-def test_what_is_wanted_is_final_with_the_seed_and_finality_only_grows(module: int | None) -> None:
+def test_wanted_entries_become_final_and_stay_final(module: int | None) -> None:
     rules = Rules("full", module)
     for n in range(1, 40):
         steps = [Interval(0, rules.final(n, c)) for c in range(n + 1)]
@@ -124,7 +124,7 @@ def test_what_is_wanted_is_final_with_the_seed_and_finality_only_grows(module: i
 
 @pytest.mark.parametrize("kind", ["full", "sliding_window"])
 @pytest.mark.parametrize("module", [0, 1, 3, None])
-def test_what_a_hit_and_what_is_moved_leave_nothing_out(
+def test_a_hit_and_a_transfer_cover_all_entries_that_are_read(
     kind: Literal["full", "sliding_window"], module: int | None
 ) -> None:
     """Together they hold every entry that a later query reads."""

@@ -65,7 +65,7 @@ def test_the_next_request_starts_from_what_was_moved(num_tokens: int, received_t
     other.check(tables, TOKENS, hit)
 
 
-def test_what_is_held_already_is_not_moved_again() -> None:
+def test_cached_entries_are_not_moved_again() -> None:
     memory = Memory()
     memory.run(TOKENS[:14])
     destination = attach_prefix(memory.cache, BlockTables(), TOKENS, SharedPrefix(24))

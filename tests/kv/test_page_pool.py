@@ -25,7 +25,7 @@ def test_null_page_is_never_handed_out() -> None:
         pool.allocate(1)
 
 
-def test_allocation_continues_behind_the_last_page_and_prefers_runs() -> None:
+def test_allocation_continues_after_the_last_page_and_prefers_runs() -> None:
     pool = PagePool(33, 4)
     first = pool.allocate(3)
     second = pool.allocate(2)

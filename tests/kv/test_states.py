@@ -231,7 +231,7 @@ def test_a_drafter_that_starts_cold_begins_at_a_state_with_all_its_layers() -> N
 
 
 @given(st.integers(1, 8))
-def test_a_drafter_needs_no_more_slots_than_one_behind_its_rows_and_two_in_turn(num_drafts: int) -> None:
+def test_a_drafter_needs_one_slot_after_its_rows_and_two_in_turn(num_drafts: int) -> None:
     assert Rules("state", None).num_scratch(num_drafts) == min(num_drafts, 3)
     assert Rules("state", None).num_scratch(0) == 1
 
@@ -335,7 +335,7 @@ def test_a_prompt_starts_at_the_last_checkpoint_that_it_shares(chunk: int) -> No
     assert kept.prefill(diverged)[1] == 18
 
 
-def test_a_destination_needs_no_state_where_it_has_the_one_behind_the_prompt() -> None:
+def test_no_state_is_sent_if_the_destination_has_the_one_after_the_prompt() -> None:
     kept, tokens = Kept(), list(range(24))
     kept.cache.release(kept.prefill(tokens)[0])
     for length in range(1, 25):
@@ -349,7 +349,7 @@ def test_a_destination_needs_no_state_where_it_has_the_one_behind_the_prompt() -
         kept.cache.release(tables)
 
 
-def test_a_checkpoint_of_generated_tokens_is_that_of_the_row_behind_which_it_is_due() -> None:
+def test_a_checkpoint_of_generated_tokens_is_the_state_after_its_row() -> None:
     """In a verification that accepts rows on both sides of it."""
     kept, tokens = Kept(), list(range(10))
     tables, _ = kept.prefill(tokens)

@@ -269,6 +269,6 @@ def test_malformed_settings_are_refused(bad: str) -> None:
 
 
 @pytest.mark.parametrize("bad", ["http://h:1", "tcp://h:5557", "http://h:1=file:///etc"])
-def test_what_is_no_source_is_refused(bad: str) -> None:
+def test_a_malformed_event_source_is_refused(bad: str) -> None:
     with pytest.raises(ConfigError, match="kv_event_source"):
         read_sources([bad], "kv_event_source")

@@ -80,7 +80,7 @@ def test_the_index_knows_what_the_server_holds(name: str) -> None:
 
 
 @each
-def test_what_comes_twice_or_late_counts_once(name: str) -> None:
+def test_duplicate_and_late_events_count_once(name: str) -> None:
     recording, rng = read(name), random.Random(0)
     order, at = BatchOrder(index := BlockIndex()), 0
     for asked in recording.prompts:

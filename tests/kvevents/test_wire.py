@@ -83,7 +83,7 @@ async def test_a_router_that_comes_late_is_told_all(tmp_path: Path) -> None:
                     await asyncio.sleep(0.02)
 
 
-async def test_what_the_buffer_has_lost_is_forgotten(tmp_path: Path) -> None:
+async def test_blocks_whose_events_the_buffer_lost_are_forgotten(tmp_path: Path) -> None:
     with contextlib.closing(EventPublisher(config(tmp_path, buffer_steps=2))) as publisher:
         prompts = []
         for number in range(4):

@@ -320,7 +320,7 @@ def test_it_needs_the_prefix_cache() -> None:
         EngineConfig(TARGET, enable_prefix_caching=False, kv_transfer_config=transfer).check()
 
 
-def test_what_another_engine_sent_and_what_was_computed_after_it_is_not_stored(tmp_path: Path) -> None:
+def test_a_prefix_from_another_engine_and_what_follows_it_are_not_stored(tmp_path: Path) -> None:
     prompt = [3 + (7 * i + i * i) % 200 for i in range(600)]
     prefix = FileStore(tmp_path / "store")
     with pair(tmp_path, **with_store(tmp_path / "store", kv_transport="local://")) as two:

@@ -102,7 +102,7 @@ def test_an_entry_that_is_used_while_room_is_made_stays(tmp_path: Path, monkeypa
     assert set(store.keys()) >= {keys[0], keys[2], keys[3]}, "one that was used, and the room that another made counts"
 
 
-def test_what_cannot_be_removed_makes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_cannot_be_removed_leave_the_store_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = FileStore(tmp_path, 4096)
     keys = [store.put({"x": pattern(800, i)}) for i in range(4)]
     for key in keys:
@@ -138,7 +138,7 @@ def pair(directory: Path) -> tuple[RemoteTransport, RemoteTransport]:
     return sides[0], sides[1]  # type: ignore[return-value]
 
 
-def test_whoever_asks_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_request_is_answered_whatever_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever fails at the peer: without an answer, a copy and its pages would wait for the peer's death."""
     near, far = pair(tmp_path)
     try:

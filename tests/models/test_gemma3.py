@@ -97,7 +97,7 @@ def test_a_large_gate_is_no_accident() -> None:
         ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
     ],
 )
-def test_what_would_change_results_is_refused(fields: dict[str, Any], words: list[str]) -> None:
+def test_unsupported_config_fields_are_refused(fields: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(CheckpointError) as caught:
         Gemma3.parse_config(fields)
     for word in words:

@@ -122,7 +122,7 @@ def test_layers_that_share_have_no_pages() -> None:
         ({"enable_moe_block": True}, "num_experts is missing"),
     ],
 )
-def test_what_would_change_results_is_refused(fields: dict[str, Any], words: str) -> None:
+def test_unsupported_config_fields_are_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         Gemma4.parse_config({**LARGE, **fields})
 

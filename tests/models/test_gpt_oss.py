@@ -149,7 +149,7 @@ def test_the_gate_is_that_of_pytorch(dtype: torch.dtype) -> None:
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "gain": 3}}, ["gain", "3"]),
     ],
 )
-def test_what_would_change_results_is_refused(fields: dict[str, Any], words: list[str]) -> None:
+def test_unsupported_config_fields_are_refused(fields: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(CheckpointError) as caught:
         GptOss.parse_config(fields)
     for word in words:

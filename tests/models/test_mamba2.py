@@ -53,7 +53,7 @@ def test_neither_chunks_nor_neighbours_change_a_bit(name: str, dtype: torch.dtyp
     assert_rows_have_the_bits_of_any_batch(layer(SPECS[name], dtype), SPECS[name].state_spec, dtype)
 
 
-def test_what_is_kept_is_what_a_later_forward_goes_on_from() -> None:
+def test_saved_states_are_those_a_later_forward_continues_from() -> None:
     """A state depends on the row's own request up to the row."""
     spec, x = SPECS["usual"], inputs()
     one = layer(spec)

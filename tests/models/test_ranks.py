@@ -151,7 +151,9 @@ def test_a_row_has_the_bias_of_each_of_its_experts_once(path_of: Callable[[str],
         (4, {**FOUR, "intermediate_size": 90}, "does not divide the model's 90 inner numbers of an MLP"),
     ],
 )
-def test_what_cannot_be_cut_is_named(checkpoint: Checkpoint, size: int, fields: dict[str, Any], words: str) -> None:
+def test_a_model_that_ranks_cannot_share_is_refused_by_name(
+    checkpoint: Checkpoint, size: int, fields: dict[str, Any], words: str
+) -> None:
     path = checkpoint("llama", **fields)
     with pytest.raises(ConfigError, match=f"tensor_parallel_size: is {size}, which {words}"):
         load_model(path, ranks=TensorRank(0, size, size))

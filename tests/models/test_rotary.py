@@ -104,7 +104,7 @@ def test_the_rest_of_a_partly_rotated_head_is_as_it_was(dtype: torch.dtype) -> N
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
     ],
 )
-def test_what_is_not_known_is_refused_by_name(raw: dict[str, Any], words: list[str]) -> None:
+def test_unknown_rope_types_are_refused_by_name(raw: dict[str, Any], words: list[str]) -> None:
     sizes = {"vocab_size": 9, "hidden_size": 40, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 10}
     with pytest.raises(CheckpointError) as caught:
         decoder_fields({**sizes, "num_attention_heads": 4, **raw}, LENGTH)

@@ -96,7 +96,7 @@ def test_faults_are_counted_by_kind() -> None:
     assert set(count_faults(HEALTHY, {"handed_off": 100}, recent(ended(0.04)), NOW).values()) == {0}
 
 
-def test_what_a_full_decode_engine_causes_is_not_told_beside_it() -> None:
+def test_slow_handoffs_are_not_reported_beside_a_full_decode_engine() -> None:
     full = [dataclasses.replace(engine, kv_usage=0.99) for engine in HEALTHY]
     slow = recent(*(ended(0.5) for _ in range(50)))
     assert find_faults(full, {}, slow, NOW) == ["decode engine decode-0 is full: 99% of its KV is in use"]

@@ -173,7 +173,7 @@ def test_batches_are_compressed_if_told(collector: AnsweringCollector, compressi
 
 
 @pytest.mark.parametrize(("status", "tries"), [(503, 2), (429, 2), (400, 1)])
-def test_what_may_pass_is_sent_again(
+def test_a_temporary_refusal_is_retried(
     collector: AnsweringCollector, status: int, tries: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     collector.statuses = [status]

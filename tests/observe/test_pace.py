@@ -15,7 +15,7 @@ def measured(*pairs: tuple[float, int]) -> TokenPace:
     return pace
 
 
-def test_what_connects_does_not_count() -> None:
+def test_the_first_measurement_includes_connecting_and_is_ignored() -> None:
     assert measured().predict(100) is None
     assert measured().per_token is None
     assert TokenPace().predict(1) is None

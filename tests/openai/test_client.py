@@ -74,7 +74,7 @@ async def test_a_stream_without_tokens_has_no_times() -> None:
         ((b"no \x1b[31mpaper",), 503, EngineUnavailableError, r"HTTP 503: no  \[31mpaper"),
     ],
 )
-async def test_what_goes_wrong_is_batons_own(
+async def test_errors_of_a_server_become_batons_errors(
     parts: tuple[bytes, ...], status: int, error: type[Exception], message: str
 ) -> None:
     async with saying(*parts, status=status) as client:

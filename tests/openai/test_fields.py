@@ -93,7 +93,7 @@ def chat(**fields: Any) -> ChatRequest:
     return decode_request(json.dumps({"messages": [{"role": "user", "content": "a"}], **fields}).encode(), ChatRequest)
 
 
-def test_what_openai_sends_by_default_is_taken() -> None:
+def test_defaults_of_unserved_fields_are_accepted() -> None:
     refuse_unserved({"verbosity": msgspec.Raw(b'"medium"'), "suffix": msgspec.Raw(b'""')})
 
 

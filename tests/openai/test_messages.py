@@ -348,7 +348,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("body", "named"), BAD)
-async def test_what_is_not_served_is_refused_by_name_in_its_shape(
+async def test_unserved_fields_are_refused_by_name_in_the_apis_error_shape(
     model: Path, body: dict[str, Any], named: str
 ) -> None:
     async with engine_alone(model, "x") as (url, engine):

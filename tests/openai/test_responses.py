@@ -308,7 +308,7 @@ async def test_an_empty_answer_is_an_empty_message(model: Path) -> None:
         ({"extra_body": {"guided_json": {}, "bad": 1, "lora_request": "x"}}, "lora_request"),
     ],
 )
-async def test_what_is_not_served_is_refused_by_name(model: Path, more: dict[str, Any], field: str) -> None:
+async def test_unserved_fields_are_refused_by_name(model: Path, more: dict[str, Any], field: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         await ask(model, "Sunny.", lambda client: create(client, **more))
     assert refused.value.param == field

@@ -49,7 +49,9 @@ async def params_of(
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_what_a_client_leaves_out(directory: Path, session: aiohttp.ClientSession, path: str) -> None:
+async def test_the_models_defaults_hold_for_fields_that_a_client_leaves_out(
+    directory: Path, session: aiohttp.ClientSession, path: str
+) -> None:
     engine = with_defaults(FakeEngine(directory), DEFAULTS)
     async with served(build_app(engine, Tokenizer.load(directory))) as url:
         found = await params_of(session, url, engine, path)

@@ -97,7 +97,7 @@ async def test_add_special_tokens_of_completions_and_chats(tmp_path: Path, sessi
         ("detokenize", {"tokens": ["a"]}, "tokens[0]"),
     ],
 )
-async def test_what_is_malformed_is_named(
+async def test_malformed_fields_are_refused_by_name(
     directory: Path, session: aiohttp.ClientSession, path: str, body: Any, param: str
 ) -> None:
     async with served(build_app(FakeEngine(directory), Tokenizer.load(directory))) as url:

@@ -181,7 +181,7 @@ async def test_reasoning_and_calls(tools_directory: Path) -> None:
     await with_client(tools_directory, text, Parsing(True, "hermes", "qwen3"), act)
 
 
-async def test_what_follows_a_grammar_has_no_reasoning_before_it(tools_directory: Path) -> None:
+async def test_an_answer_under_a_grammar_has_no_reasoning(tools_directory: Path) -> None:
     async def act(client: openai.AsyncOpenAI) -> None:
         made = await chat(client, tools=openai.omit, response_format={"type": "json_object"})
         assert made.choices[0].message.content == '{"a": 1}'
@@ -203,7 +203,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("more", "param"), BAD)
-async def test_what_makes_no_sense_is_refused_by_name(tools_directory: Path, more: dict[str, Any], param: str) -> None:
+async def test_invalid_tools_are_refused_by_name(tools_directory: Path, more: dict[str, Any], param: str) -> None:
     async def act(client: openai.AsyncOpenAI) -> None:
         with pytest.raises(openai.BadRequestError) as refused:
             await chat(client, **more)

@@ -298,7 +298,7 @@ MAKERS: list[Callable[[], Parser]] = [
 
 @settings(max_examples=150, deadline=None)
 @given(st.one_of(cut_texts([*WORDS, *HARMONY]), cut_texts([*HARMONY, "x", " ", "{"])))
-def test_what_is_found_does_not_depend_on_how_the_text_came(pieces: list[str]) -> None:
+def test_results_do_not_depend_on_how_the_text_is_cut(pieces: list[str]) -> None:
     """No text, however malformed, breaks a parser."""
     text = "".join(pieces)
     for make in MAKERS:

@@ -63,7 +63,7 @@ async def test_without_a_token_there_is_no_administration(directory: Path) -> No
                 assert "--admin-token-file" in (await response.json())["error"]["message"]
 
 
-def test_where_the_token_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_admin_token_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     assert admin_token(None) is None
     monkeypatch.setenv(TOKEN_VARIABLE, "e" * 20)

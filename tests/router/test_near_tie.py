@@ -15,7 +15,7 @@ from baton.sampling_params import SamplingParams
 from baton.wire import GenerateRequest
 
 
-async def test_who_leaves_as_a_near_tie_is_measured_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_leaves_as_a_near_tie_is_measured_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cancellation that coincides with the answer is not lost: otherwise the request would run for a client that is
     gone.
     """

@@ -345,7 +345,7 @@ async def test_a_request_with_nothing_to_lose_leaves_a_silent_engine_at_once(dir
         cluster.cont(engines[0])
 
 
-async def test_who_is_silent_after_nobody_was_there_gets_no_requests(directory: Path) -> None:
+async def test_an_engine_that_was_down_and_is_silent_gets_no_requests(directory: Path) -> None:
     """A killed engine's successor listens while it loads. Requests sent there would wait until its lease ends."""
 
     class Client:

@@ -137,7 +137,7 @@ async def test_an_engine_bug_in_either_leg_fails_the_request(directory: Path, le
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_no_engine_can_compute_is_the_clients_fault_and_tried_once(directory: Path, stream: bool) -> None:
+async def test_a_request_that_no_engine_can_compute_is_a_400_and_tried_once(directory: Path, stream: bool) -> None:
     setup = Setup(directory)
     setup.prefill.fail = "nothing left"
     async with setup.run() as (url, session):

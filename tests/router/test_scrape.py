@@ -53,7 +53,7 @@ async def test_many_who_ask_at_once_are_one_for_the_engines(directory: Path, pat
         assert paths.count(asked) == 2
 
 
-async def test_who_leaves_takes_no_answer_from_others() -> None:
+async def test_a_client_that_leaves_takes_no_answer_from_others() -> None:
     go_on, num = asyncio.Event(), 0
 
     async def make() -> int:

@@ -189,7 +189,7 @@ async def test_the_same_as_a_timeline_in_a_file(directory: Path, tmp_path: Path)
     assert all(span["dur"] >= 0 for span in spans)
 
 
-async def test_what_is_not_sampled_leaves_no_span_and_asks_engines_for_nothing(directory: Path, tmp_path: Path) -> None:
+async def test_an_unsampled_request_leaves_no_span_and_asks_engines_for_none(directory: Path, tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     cluster = cluster_of(directory, num_prefill=1, num_decode=1)
     async with cluster.run(trace=str(file), trace_sampling_ratio=0.0) as (url, session):

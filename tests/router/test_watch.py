@@ -119,7 +119,7 @@ COMMANDS: dict[str, Any] = {"status": read_status, "top": functools.partial(watc
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("what", STRANGERS)
-async def test_what_is_no_router_is_said(command: str, what: str) -> None:
+async def test_other_servers_are_refused_with_what_they_are(command: str, what: str) -> None:
     answer, said = STRANGERS[what]
     async with stranger(answer) as url:
         with pytest.raises((ProtocolError, EngineUnavailableError), match=said):
@@ -150,7 +150,7 @@ async def test_an_engine_is_no_router(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "http://", "http://127.0.0.1:99999", "http://[::1", "ftp://x"])
-def test_what_is_no_url_is_said(url: str) -> None:
+def test_a_malformed_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="url: must be http://HOST:PORT"):
         status_command(url)
 

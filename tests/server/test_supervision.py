@@ -63,7 +63,7 @@ def test_pauses_grow_and_end() -> None:
     assert len(children.started) == 7
 
 
-def test_who_was_calm_has_a_new_chance_and_others_are_not_counted() -> None:
+def test_restarts_are_counted_per_child_and_forgotten_after_a_calm_time() -> None:
     children = Children()
     supervisor = children.watched(2)
     for round_ in range(5):
@@ -78,7 +78,7 @@ def test_who_was_calm_has_a_new_chance_and_others_are_not_counted() -> None:
     assert supervisor.failure == "decode-0 has ended 3 times, the last time with: z"
 
 
-def test_who_was_told_to_end_comes_back_at_once_and_is_not_counted() -> None:
+def test_a_child_that_was_signalled_restarts_at_once_and_is_not_counted() -> None:
     children = Children()
     supervisor = children.watched(1)
     for end in (1.0, 2.0, 3.0):

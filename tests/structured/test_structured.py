@@ -84,7 +84,7 @@ def walk(matcher: Matcher, eos: int, seed: int, length: int = 24) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_masks_behind_drafts_are_those_of_a_fresh_matcher(
+def test_masks_after_drafts_are_those_of_a_fresh_matcher(
     grammars: Grammars, tokenizer: Tokenizer, kind: StructuredOutputsParams
 ) -> None:
     eos = tokenizer.eos_token_ids[0]
@@ -245,7 +245,7 @@ def test_hostile_grammars_are_refused_in_time(grammars: Grammars, monkeypatch: p
     ],
     ids=lambda asked: str(asked)[:60],
 )
-def test_what_no_grammar_can_be_made_of_is_refused(asked: StructuredOutputsParams) -> None:
+def test_invalid_structured_outputs_are_refused(asked: StructuredOutputsParams) -> None:
     with pytest.raises(RequestError) as refused:
         asked.check()
     assert refused.value.param == "structured_outputs"

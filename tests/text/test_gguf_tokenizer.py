@@ -121,7 +121,7 @@ def test_turns_end_answers_too_and_templates_are_kept() -> None:
         ({"tokenizer.ggml.token_type": [1]}, "tokenizer.ggml: "),
     ],
 )
-def test_what_it_cannot_split_is_refused_by_name(change: dict[str, Any], words: str) -> None:
+def test_unknown_gguf_tokenizers_are_refused_by_name(change: dict[str, Any], words: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         gguf_tokenizer({**byte_level(), **change})
     assert words in str(caught.value)

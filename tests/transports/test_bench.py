@@ -26,7 +26,7 @@ def test_a_small_benchmark_reports_all_figures() -> None:
     assert 600 < min(planning["plan_pages_runs"], planning["plan_layers_runs"]) <= 640
 
 
-def test_what_cannot_be_measured_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_sizes_and_transports_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="run_size"):
         measure_copies("shm", [10_000], [4096])
     monkeypatch.setitem(__import__("sys").modules, "mooncake.engine", None)

@@ -130,7 +130,7 @@ def sides(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 # ---------------------------------------------------------------- operations of a broken connection
 
 
-def test_what_has_not_begun_ends_with_the_connection(sides: tuple[Side, Side]) -> None:
+def test_queued_operations_end_with_the_connection(sides: tuple[Side, Side]) -> None:
     near, far = sides
     peer = near.transport.connect(far.descriptor).result(30)
     first, *queued = [near.submit(peer) for _ in range(4)]
@@ -418,7 +418,7 @@ def test_a_line_that_is_hung_up_at_once_disturbs_nobody() -> None:
     one.wake()
 
 
-def test_what_sockets_hold_is_what_the_kernel_lets_them(tmp_path: Path) -> None:
+def test_the_bytes_a_socket_may_hold_are_the_kernels_limits(tmp_path: Path) -> None:
     """A process that drains what a dead peer had sent counts bytes, and must not stop before the last."""
     assert held_bytes(tmp_path / "hidden") == LEAST_BYTES
     (tmp_path / "ipv4").mkdir()

@@ -22,7 +22,7 @@ from baton.transports.registry import (
 
 
 @pytest.mark.parametrize("uri", ["nixl", "mooncake://", "file:///mnt/kv", "faulty+nixl://?fault=fail"])
-def test_what_leaves_a_users_processes_needs_keys(uri: str) -> None:
+def test_transports_beyond_shared_memory_need_keys(uri: str) -> None:
     require_keys(uri, True, "kv_transport")
     with pytest.raises(ConfigError, match=r"kv_transport: \w+ needs --keys DIR"):
         require_keys(uri, False, "kv_transport")
@@ -123,7 +123,7 @@ def test_transports_are_imported_lazily() -> None:
     [("shm", "off"), ("local://", "off"), ("faulty+shm://?fault=drop", "off"), ("file:///mnt/kv", "sampled")]
     + [(name, "sampled") for name in ("nixl", "mooncake", "faulty+file://?fault=drop")],
 )
-def test_what_goes_over_a_network_or_a_disk_is_sampled(uri: str, integrity: str) -> None:
+def test_transports_over_a_network_or_disk_are_sampled_by_default(uri: str, integrity: str) -> None:
     assert default_integrity(uri) == integrity
 
 

@@ -80,7 +80,7 @@ def test_options_are_checked() -> None:
 
 
 @pytest.mark.parametrize("bad", ["", "0-3", "5-1", "a"])
-def test_what_is_no_range_of_lengths_is_refused(bad: str) -> None:
+def test_a_malformed_range_of_lengths_is_refused(bad: str) -> None:
     with pytest.raises(ConfigError, match="lengths"):
         parse_lengths(bad)
 

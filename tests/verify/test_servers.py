@@ -161,7 +161,7 @@ def _strip(answer: Json) -> None:
     del answer["usage"], answer["choices"][0]["logprobs"]
 
 
-def test_what_a_server_does_not_tell_is_not_compared(verify: Verify) -> None:
+def test_fields_that_a_server_leaves_out_are_not_compared(verify: Verify) -> None:
     bare = FakeOpenAI(change=lambda answer, _: _strip(answer))
     assert verify(FakeOpenAI(), bare, "--logprob-tolerance", "0.1").code == 0
 

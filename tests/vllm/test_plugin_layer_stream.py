@@ -220,7 +220,7 @@ def test_what_is_written_again_is_copied_again(again: str) -> None:
     assert two.wrong() == []
 
 
-def test_layers_behind_one_that_is_missing_wait_for_the_end_of_the_step() -> None:
+def test_layers_after_a_missing_one_wait_for_the_end_of_the_step() -> None:
     """Also if a layer's hook never comes."""
     two = Pair(25)
     computed = two.computed(25)

@@ -227,7 +227,7 @@ REFUSED: list[tuple[Settings | None, str, Settings | None, str, str]] = [
 
 
 @pytest.mark.parametrize(("on_p", "p_policy", "on_d", "d_policy", "why"), REFUSED)
-def test_what_one_side_requires_is_refused_with_both_sides_values(
+def test_a_required_drafter_that_the_peer_lacks_fails_the_handoff_with_both_values(
     on_p: Settings | None, p_policy: str, on_d: Settings | None, d_policy: str, why: str, tmp_path: Path
 ) -> None:
     decode = {"speculative_config": spec(on_d, draft_kv=d_policy) if on_d else None, "recovery": "none"}

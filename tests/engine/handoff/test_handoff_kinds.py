@@ -262,7 +262,7 @@ def finals_that_changed(tmp_path: Path, kind: str) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_what_was_declared_final_stays_as_it_is(kind: str, tmp_path: Path) -> None:
+def test_final_entries_do_not_change(kind: str, tmp_path: Path) -> None:
     assert finals_that_changed(tmp_path, kind) == []
 
 

@@ -143,7 +143,7 @@ def test_unproven_pages_are_no_prefix(tmp_path: Path, prompt: list[int], expecte
         assert stream.result == expected.result
 
 
-def test_what_is_left_of_a_window_is_no_prefix(tmp_path: Path, prompt: list[int], expected: Stream) -> None:
+def test_the_end_of_a_window_is_not_reused_as_a_prefix(tmp_path: Path, prompt: list[int], expected: Stream) -> None:
     with pair(tmp_path) as two:
         silence(two.decode)
         stream, key = waiting_leg(two, prompt)
@@ -216,7 +216,7 @@ def test_no_room_to_recompute_ends_in_time(tmp_path: Path, prompt: list[int], mo
         assert two.decode.is_idle()
 
 
-def test_who_waits_behind_a_recomputation_that_ends_goes_on_in_the_same_step(
+def test_a_leg_gets_pages_in_the_step_in_which_a_recomputation_frees_them(
     tmp_path: Path, prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pair(tmp_path, decode={"kv_cache_memory": 11 * PAGE_BYTES}) as two:

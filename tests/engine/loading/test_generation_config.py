@@ -63,7 +63,7 @@ def test_they_are_those_that_transformers_reads(tmp_path: Path, fields: dict[str
     assert found.limit is None
 
 
-def test_where_they_come_from(tmp_path: Path) -> None:
+def test_sampling_defaults_come_from_the_model_a_directory_or_the_operator(tmp_path: Path) -> None:
     own, other = write(tmp_path / "own", **FIELDS), write(tmp_path / "other", top_k=7, max_new_tokens=9)
     assert sampling_defaults(str(own), "auto", None) == DEFAULTS
     assert sampling_defaults(str(own), "vllm", None) == NO_DEFAULTS
@@ -87,7 +87,7 @@ def test_where_they_come_from(tmp_path: Path) -> None:
         ({"repetition_penalty": -1}, "generation_config: repetition_penalty must be between"),
     ],
 )
-def test_what_no_request_could_say_is_refused_at_the_start(
+def test_invalid_sampling_defaults_are_refused_at_the_start(
     tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
     model = write(tmp_path, **fields)

@@ -267,7 +267,9 @@ def test_of_several_files_one_is_to_be_named(write: Write) -> None:
         located(one.parent)
 
 
-def test_what_the_file_needs_is_named(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_a_gguf_file_name_what_is_missing(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match=r"^model: /models/x\.gguf: no such file"):
         EngineConfig(model="/models/x.gguf").check().located()
     file = write()

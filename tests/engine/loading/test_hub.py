@@ -95,7 +95,7 @@ def test_offline_what_the_cache_lacks_is_told_in_one_line(tmp_path: Path, flags:
 
 
 @pytest.mark.parametrize("name", ["nowhere", "/a/b/c", "a/b/c", "../x/y", ""])
-def test_what_is_no_name_of_a_repository_is_not_asked_for(name: str, downloads: list[tuple[str, Any]]) -> None:
+def test_an_invalid_repository_name_is_not_downloaded(name: str, downloads: list[tuple[str, Any]]) -> None:
     with pytest.raises(ConfigError, match=r"^speculative_config.model: must be a directory in Hugging Face format or"):
         checkpoint_directory(name, field="speculative_config.model")
     assert downloads == []

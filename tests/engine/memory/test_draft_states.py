@@ -275,7 +275,7 @@ def test_a_state_that_no_row_goes_into_stays_what_it_was() -> None:
     assert list(states.left_out()) == [("s", 51, 61), ("s", 70, 71), ("s", 71, 80)]
 
 
-def test_behind_its_context_a_draft_model_keeps_the_last_state_that_it_has(tmp_path: Path) -> None:
+def test_after_its_context_a_draft_model_keeps_its_last_state(tmp_path: Path) -> None:
     """Whatever the slots held before, which may be another request's state."""
     make_granite(tmp_path / "target", 1)
     make_granite(tmp_path / "small", 2, max_position_embeddings=24)

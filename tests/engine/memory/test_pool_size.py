@@ -175,7 +175,7 @@ def test_files_that_were_read_take_no_memory_of_a_container(
         ({"kv_cache_memory": 2 * GIB, "shm_free": GIB}, "kv_cache_memory", "/dev/shm has 1073741824 left"),
     ],
 )
-def test_what_cannot_be_had_is_named(settings: dict[str, Any], field: str, text: str) -> None:
+def test_too_little_memory_is_refused_with_the_reason(settings: dict[str, Any], field: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text) as refused:
         size(**settings)
     assert refused.value.field == field
@@ -195,7 +195,7 @@ def test_sizes_are_read_as_vllm_reads_them() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "G", "-1", "2X", "1e9", "2 G"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_a_malformed_size_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="kv_cache_memory: must be bytes, or a size such as 512M or 2G"):
         parse_size(text)
 

@@ -296,9 +296,7 @@ def test_fields_of_published_configs_are_read(find: Find, tmp_path: Path) -> Non
         ("n_routed_experts", 3),
     ],
 )
-def test_what_it_cannot_compute_faithfully_is_refused_by_name(
-    field: str, value: object, find: Find, tmp_path: Path
-) -> None:
+def test_unsupported_config_fields_are_refused_by_name(field: str, value: object, find: Find, tmp_path: Path) -> None:
     raw = json.loads((find(PLAIN) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, field: value}))
     (tmp_path / "model.safetensors").symlink_to(find(PLAIN) / "model.safetensors")

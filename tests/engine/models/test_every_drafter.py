@@ -264,7 +264,7 @@ def test_drafts_are_those_of_the_small_model_computed_whole(folder: Path, monkey
         assert drafts == whole(context, len(drafts))
 
 
-def test_behind_the_context_of_a_draft_model_there_are_no_drafts(folder: Path, tmp_path: Path) -> None:
+def test_there_are_no_drafts_after_the_context_of_a_draft_model(folder: Path, tmp_path: Path) -> None:
     drafter = draft_model(tmp_path / "short", max_position_embeddings=24)
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     prompts = [prompt_of(n) for n in (3, 15, 22, 23, 24, 40)]

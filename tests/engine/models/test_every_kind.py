@@ -191,7 +191,7 @@ def test_a_handoff_changes_neither_tokens_nor_acceptance(trial: Trial, drafter: 
         assert two.decode.core.metrics.num_handoffs["committed"] == 2 * len(PROMPTS)
 
 
-def test_what_d_holds_of_some_groups_is_not_sent_and_the_state_is(trial: Trial, tmp_path: Path) -> None:
+def test_groups_that_d_has_cached_are_not_sent_but_the_state_is(trial: Trial, tmp_path: Path) -> None:
     prompts = [prompt_of(40, salt=5)]
     expected = trial.expect(prompts)
     with pair(tmp_path, **trial.settings("guesses", integrity="full")) as two:

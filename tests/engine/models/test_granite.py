@@ -187,7 +187,7 @@ def test_a_prompt_goes_on_from_the_last_state_that_it_shares(find: Find) -> None
             assert one.core.metrics.num_cached_tokens - before == hit
 
 
-def test_a_conversation_goes_on_from_a_state_behind_generated_tokens(find: Find) -> None:
+def test_a_conversation_continues_from_a_state_after_generated_tokens(find: Find) -> None:
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     with stepped(**hybrid(find)) as one:
         (stream,) = one.all_of([CHAT], params)
@@ -260,9 +260,7 @@ def test_a_failed_handoff_is_recomputed_from_a_state_that_d_has(find: Find, tmp_
         ("num_experts_per_tok", 3),
     ],
 )
-def test_what_it_cannot_compute_faithfully_is_refused_by_name(
-    field: str, value: object, find: Find, tmp_path: Path
-) -> None:
+def test_unsupported_config_fields_are_refused_by_name(field: str, value: object, find: Find, tmp_path: Path) -> None:
     source = find("dense 1")
     raw = json.loads((source / "config.json").read_text())
     if field == "num_experts_per_tok":

@@ -167,7 +167,7 @@ def memory_of(settings: Settings, block_size: int, num_pages: int) -> int:
 
 
 @pytest.mark.parametrize("shape", ["deepseek_v3", "glm4_moe"])
-def test_tensors_of_layers_behind_the_last_are_left_to_a_drafter(shape: str, tmp_path: Path) -> None:
+def test_tensors_of_layers_after_the_last_are_left_to_a_drafter(shape: str, tmp_path: Path) -> None:
     target = make_moe_checkpoint(tmp_path, shape, num_nextn_predict_layers=1)
     file = target / "model.safetensors"
     save_file({**load_file(file), "model.layers.3.eh_proj.weight": torch.ones(3, 6)}, file, {"format": "pt"})
@@ -201,7 +201,7 @@ def test_tensors_of_layers_behind_the_last_are_left_to_a_drafter(shape: str, tmp
         ("qwen3_moe", "num_experts_per_tok", 9),
     ],
 )
-def test_what_would_change_results_is_refused_by_name(shape: str, field: str, value: object) -> None:
+def test_unsupported_config_fields_are_refused_by_name(shape: str, field: str, value: object) -> None:
     model_type, fields = SHAPES[shape]
     raw = {
         **{"vocab_size": 260, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3},

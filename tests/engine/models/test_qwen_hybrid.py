@@ -195,9 +195,7 @@ def test_the_text_model_of_a_checkpoint_with_images_is_loaded(find: Find, tmp_pa
         ("hidden_act", "gelu"),
     ],
 )
-def test_what_it_cannot_compute_faithfully_is_refused_by_name(
-    field: str, value: object, find: Find, tmp_path: Path
-) -> None:
+def test_unsupported_config_fields_are_refused_by_name(field: str, value: object, find: Find, tmp_path: Path) -> None:
     raw = json.loads((find("dense") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, field: value}))
     (tmp_path / "model.safetensors").symlink_to(find("dense") / "model.safetensors")

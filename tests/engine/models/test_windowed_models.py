@@ -247,7 +247,7 @@ def test_of_a_window_only_the_window_is_sent(name: str, has_drafter: bool, find:
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
-def test_what_d_holds_is_not_sent_again(name: str, find: Find, tmp_path: Path) -> None:
+def test_entries_that_d_has_cached_are_not_sent(name: str, find: Find, tmp_path: Path) -> None:
     """A second request with the same beginning: hits of full layers, and of the window if its pages are there."""
     trial = find(name)
     prompts = [prompt_of(70), prompt_of(70)[:64] + prompt_of(30, salt=9), prompt_of(70)]

@@ -201,7 +201,7 @@ def test_fields_of_published_configs_are_read(name: str, find: Find, tmp_path: P
         ("kimi_linear", "mla_use_nope", False),
     ],
 )
-def test_what_it_cannot_compute_faithfully_is_refused_by_name(
+def test_unsupported_config_fields_are_refused_by_name(
     name: str, field: str, value: object, find: Find, tmp_path: Path
 ) -> None:
     raw = json.loads((find(name) / "config.json").read_text())

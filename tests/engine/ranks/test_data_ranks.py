@@ -220,7 +220,7 @@ def test_wakes_come_with_their_waves(tmp_path: Path) -> None:
         ({}, "data_parallel_size: is 2: ranks are started together, by baton serve and baton up"),
     ],
 )
-def test_what_ranks_cannot_be_is_named(more: dict[str, Any], words: str) -> None:
+def test_invalid_data_parallel_settings_are_refused_by_name(more: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         build_engine(EngineConfig(TARGET, data_parallel_size=2, **more), lambda chunk, last: None)
 

@@ -145,7 +145,7 @@ def test_with_a_grammar_both_hold(plain: Stepped, prompt: list[int]) -> None:
     )
 
 
-def test_where_no_token_is_left_the_request_ends_with_an_error(prompt: list[int]) -> None:
+def test_a_request_without_an_allowed_token_ends_with_an_error(prompt: list[int]) -> None:
     token = 5  # "!", which is a token of its own in "!!" too
     by_ids = SamplingParams(max_tokens=8, temperature=0.0, allowed_token_ids=(token,), bad_words=("!!",))
     grammar = StructuredOutputsParams(choice=("green",))
@@ -175,7 +175,7 @@ def test_which_tokens_complete_a_word() -> None:
 
 
 @pytest.mark.parametrize("words", [("a",) * 129, ("",), ("a" * 1025,), (" ",), tuple("abcdefgh" * 16)])
-def test_what_is_no_word_is_refused(plain: Stepped, words: tuple[str, ...]) -> None:
+def test_invalid_bad_words_are_refused(plain: Stepped, words: tuple[str, ...]) -> None:
     if len(words) == 128:  # equal words count once; a letter has a second token for the middle of a text
         plain.add(request("many", [5], SamplingParams(max_tokens=1, bad_words=words)))
         words = tuple(f"{letter}{i}" for letter in "abcd" for i in range(32))

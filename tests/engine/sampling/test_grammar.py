@@ -182,7 +182,7 @@ def test_a_grammar_ends_the_output_before_min_tokens(plain: Stepped, prompt: lis
     assert len(plain.run("long", prompt, going).token_ids) >= 15
 
 
-def test_what_cannot_be_honoured_is_refused(plain: Stepped, prompt: list[int]) -> None:
+def test_grammars_that_cannot_be_followed_are_refused(plain: Stepped, prompt: list[int]) -> None:
     broken = SamplingParams(max_tokens=4, structured_outputs=StructuredOutputsParams(regex="(a"))
     with pytest.raises(RequestError, match="grammar is refused") as refused:
         plain.add(request("broken", prompt, broken))
@@ -204,7 +204,9 @@ def test_what_cannot_be_honoured_is_refused(plain: Stepped, prompt: list[int]) -
 @pytest.mark.parametrize(
     ("more", "param"), [({"allowed_token_ids": (5,)}, "allowed_token_ids"), ({"bad_words": tuple("rgl")}, "bad_words")]
 )
-def test_what_leaves_no_token_ends_the_request(plain: Stepped, prompt: list[int], more: Any, param: str) -> None:
+def test_a_grammar_without_an_allowed_token_ends_the_request(
+    plain: Stepped, prompt: list[int], more: Any, param: str
+) -> None:
     nothing = plain.add(request(param, prompt, msgspec.structs.replace(PARAMS[6], **more)))
     while not nothing.ended:
         plain.step()

@@ -203,7 +203,7 @@ def test_nothing_of_it_stays_in_the_prefix_cache(budget: int) -> None:
         assert all(pool.num_available == pool.num_pages - 1 for pool in pools)
 
 
-def test_drafts_before_the_end_count_and_those_behind_it_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_before_the_end_count_and_those_after_it_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     with stepped(speculative_config=None) as one:
         text = one.run("plain", PROMPTS[0], GREEDY).token_ids
     stop = next(i for i, token in enumerate(text) if i >= 1 and token not in text[:i])
@@ -286,7 +286,7 @@ def test_a_decode_engine_recomputes_if_only_the_prefill_engine_is_faulty(
         assert (decode.token_ids, decode.error) == expected
 
 
-async def test_what_clients_are_told() -> None:
+async def test_clients_get_an_error_for_logits_that_are_not_finite() -> None:
     engine = AsyncEngine(EngineConfig(model=TARGET, speculative_config=SpeculativeConfig.parse(json.dumps(EAGLE3))))
     assert isinstance(engine_of(engine).core.executor, LocalExecutor)
     spoil_runner(engine_of(engine).core.executor.runner)
@@ -317,7 +317,9 @@ async def test_what_clients_are_told() -> None:
 
 @pytest.mark.parametrize("recovery", ["recompute", "none"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_a_routers_clients_are_told(stream: bool, recovery: Any, tmp_path: Path) -> None:
+async def test_a_routers_clients_get_an_error_for_logits_that_are_not_finite(
+    stream: bool, recovery: Any, tmp_path: Path
+) -> None:
     key_file = str(tmp_path / "ticket.key")
     key = load_or_create_key(key_file)
     asked: dict[str, Any] = {"prompt": [7, 8, BAD, 4], "max_tokens": 4, "temperature": 0.0, "stream": stream}

@@ -150,7 +150,7 @@ def test_the_engine_itself_chooses(tmp_path: Path) -> None:
         ({"num_speculative_tokens": "many"}, "must be 0 to 32"),
     ],
 )
-def test_what_cannot_be_chosen_is_refused(fields: dict[str, str], text: str) -> None:
+def test_invalid_adaptive_k_is_refused(fields: dict[str, str], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         SpeculativeConfig.parse(json.dumps({**EAGLE3, "num_speculative_tokens": "auto", **fields}))
 

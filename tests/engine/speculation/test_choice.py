@@ -58,7 +58,7 @@ def test_no_more_drafts_than_rows_that_cost_little(free: int) -> None:
     assert choose_drafts(survival, np.full(4, 8), costs).sum() == free
 
 
-def test_what_raises_the_price_of_a_row_lowers_k() -> None:
+def test_a_higher_cost_per_draft_lowers_k() -> None:
     survival = np.full((4, 8), 0.8).cumprod(axis=1)
     most = np.full(4, 8)
 

@@ -139,7 +139,7 @@ def test_abort_in_push_waits_for_proof() -> None:
 
 
 @pytest.mark.parametrize("proof", [Received(COMMIT), Received(Finished(KEY, SEEDS)), PeerLost("x", "", True)])
-def test_what_else_proves_that_p_writes_no_more(proof: Received | PeerLost) -> None:
+def test_a_commit_an_end_or_a_dead_peer_proves_that_p_writes_no_more(proof: Received | PeerLost) -> None:
     d, _ = machine("push", Deadline())
     assert d.handle(proof) == [Send(Cancelled(KEY, "handoff_timeout")), RELEASED]
 
@@ -348,7 +348,7 @@ def test_digests_of_what_was_not_wanted_are_refused() -> None:
 
 
 @pytest.mark.parametrize("count", [256, 257])
-def test_what_is_bad_all_over_is_not_repaired(count: int) -> None:
+def test_too_many_bad_pieces_are_not_repaired(count: int) -> None:
     """Only bad pieces are copied again: one REPAIR over the whole range would overwrite proven ones too."""
     n = 128 * count
     pieces = [PieceDigest(Interval(at, at + 64), b"x" * 8) for at in range(0, n, 64)]
@@ -392,7 +392,7 @@ def test_pull_reads_bad_pieces_again_before_it_says_done() -> None:
     assert d.handle(confirm)[-1] == Notify(DecodeCommitted(KEY, SEEDS, 0, 0))
 
 
-def test_what_the_engine_did_not_ask_for_is_told() -> None:
+def test_a_fault_is_reported_to_the_engine() -> None:
     d, actions = machine("push", Fault("message_too_large", "x"))
     assert actions[0] == failed("message_too_large", "x")
     assert not d.closed

@@ -261,7 +261,7 @@ def test_the_pairs_of_two_instances() -> None:
     assert pairs(sources, latents, 5) == {(3, 0): both, (5, 0): frozenset()}
 
 
-def test_what_no_pair_can_bring_is_said_of_the_side_that_lacks_it() -> None:
+def test_a_head_that_no_rank_holds_is_reported_with_the_own_side_first() -> None:
     """On both sides the error names the own side first."""
     p = Instance(rank=0, groups={"target": ranks("target", 2, 4)[:1]})
     d = Instance(rank=0, groups={"target": ranks("target", 1, 4)})

@@ -135,7 +135,7 @@ def test_the_largest_seeds_fit_into_each_message_that_has_some() -> None:
         assert decode_frame(encode_frame(message, 1, 1))[2] == message
 
 
-def test_what_is_wrong_is_named() -> None:
+def test_errors_of_a_frame_name_the_cause() -> None:
     body = msgspec.msgpack.encode(Ack(KEY))
     for frame, text in (
         (envelope("ACK", body, version=9), "version 9"),
@@ -293,7 +293,7 @@ def test_ranks_that_contradict_each_other_are_no_instance() -> None:
             msgspec.msgpack.decode(bad, type=Instance)
 
 
-def test_what_a_rank_has() -> None:
+def test_a_rank_finds_its_own_geometry_in_the_instance() -> None:
     instance = msgspec.structs.replace(sharded(2, 2), rank=3)
     assert instance.own["target"].geometry.layer_ids == (2, 3)
     assert instance.own["target"].geometry.planes[0].first_head == 2

@@ -139,7 +139,7 @@ def test_layers_are_copied_once_each_as_they_are_written() -> None:
     assert (p.copies.num_hidden, p.copies.num_bytes) == (20, 70)
 
 
-def test_layers_of_a_forward_that_failed_are_copied_again_behind_the_first_copies() -> None:
+def test_layers_of_a_forward_that_failed_are_copied_again_after_the_first_copies() -> None:
     """Otherwise a late copy of the failed forward would overwrite a later one."""
     p, _ = machine("push", REGISTER)
     p.handle(LayersWritten(8, TABLES, PART, 2))
@@ -294,7 +294,7 @@ def test_a_failed_copy_without_retries_ends_the_attempt() -> None:
     assert p.handle(CopyEnded(1, ok=False))[-1] == released("transfer_failed")
 
 
-def test_what_is_never_final_cannot_be_wanted() -> None:
+def test_wanted_entries_that_never_become_final_fail_the_handoff() -> None:
     far = Received(Register(KEY, ticket="t", wanted={"target": Interval(0, 9), "draft": Interval(0, 8)}, pages=DEST))
     _, actions = machine("pull", far, ALL, Sampled(SEEDS, False, WHOLE))
     assert actions[-1] == released("not_final")

@@ -187,7 +187,7 @@ def test_key_directories_are_made_and_checked(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", ["", "../x", "a/b", "a" * 65, "x\n"])
-def test_what_is_no_engine_id_gets_no_key(directory: Path, bad: Any) -> None:
+def test_an_invalid_engine_id_gets_no_key(directory: Path, bad: Any) -> None:
     with pytest.raises(ConfigError, match="no engine id"):
         make_keys(directory, [bad])
 
@@ -320,7 +320,7 @@ def test_a_key_of_another_length_is_nobodys(length: int) -> None:
     assert KEYS.engine_of(bytes(length)) is None
 
 
-def test_what_was_not_read_at_the_end_is_answered() -> None:
+def test_messages_unread_at_the_close_are_answered() -> None:
     """Otherwise a peer whose session had just begun would wait for an answer, or for a fence that never comes."""
     p = Channel(LOOPBACK, KEYS)
     stranger = Stranger(p.address)

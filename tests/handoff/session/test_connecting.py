@@ -145,7 +145,7 @@ class Refusing:
         return future
 
 
-def test_what_was_refused_is_left_alone_for_longer_each_time() -> None:
+def test_pauses_between_refused_connections_grow() -> None:
     transport, clock = Refusing(), Clock()
     connector = TransportEnds(transport, clock, lambda: None)  # type: ignore[arg-type]
 

@@ -295,7 +295,7 @@ def test_a_successor_cannot_say_that_the_dead_are_quiet(world: World) -> None:
     assert d.count(DecodeReleased) == 1
 
 
-def test_what_a_cancel_leaves_unknown_waits_for_the_fence(world: World, mode: str) -> None:
+def test_pages_with_an_unknown_copy_stay_until_the_fence(world: World, mode: str) -> None:
     p, d = Node(world, "P", stuck=mode == "push"), Node(world, "D", stuck=mode == "pull")
     issuer, other = (p, d) if mode == "push" else (d, p)
     ticket = world.begin(p, d, mode)

@@ -103,7 +103,7 @@ async def test_idle_connections_make_room(directory: Path, connect: Callable[[st
         assert ended >= 18
 
 
-async def test_where_all_connections_are_busy_others_wait(
+async def test_new_connections_wait_while_all_are_busy(
     directory: Path,
     session: aiohttp.ClientSession,
     connect: Callable[[str], socket.socket],

@@ -215,7 +215,7 @@ async def test_slow_bodies_end(directory: Path, session: aiohttp.ClientSession) 
 
 
 @pytest.mark.parametrize("turns", range(6))
-async def test_who_leaves_as_the_body_comes_has_left(turns: int) -> None:
+async def test_a_client_that_leaves_as_the_body_ends_is_cancelled(turns: int) -> None:
     """A cancellation at the end of the body is not lost: otherwise the request would wait for its turn forever."""
     loop = asyncio.get_running_loop()
     protocol = BaseProtocol(loop)
@@ -299,7 +299,9 @@ async def test_a_server_that_ends_lets_streams_run(directory: Path, session: aio
 
 
 @pytest.mark.parametrize("how", ["timeout", "at once"])
-async def test_what_still_runs_at_the_end_is_told(directory: Path, session: aiohttp.ClientSession, how: str) -> None:
+async def test_requests_that_run_at_the_shutdown_get_an_error(
+    directory: Path, session: aiohttp.ClientSession, how: str
+) -> None:
     server = Ending(directory, step_s=5.0, shutdown_timeout_s=0.3 if how == "timeout" else 1000.0)
     await server.ready.wait()
     stream = asyncio.create_task(server.stream(session))

@@ -73,7 +73,7 @@ async def test_clients_need_a_certificate(directory: Path, session: aiohttp.Clie
         ({"ssl_certfile": CERT, "ssl_keyfile": KEY, "ssl_ca_certs": "/nowhere"}, "ssl_ca_certs"),
     ],
 )
-def test_what_cannot_be_used_ends_the_start(access: dict[str, Any], field: str) -> None:
+def test_unusable_certificates_are_refused_at_the_start(access: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{field}: "):
         Access(**access).tls()
     with pytest.raises(ConfigError, match=rf"^{field}: "):

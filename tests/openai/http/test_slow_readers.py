@@ -186,7 +186,7 @@ async def test_a_stream_that_nobody_reads_is_aborted_in_time(
             await asyncio.gather(*(reader.until_cut() for reader in many))
 
 
-async def test_what_waits_for_one_reader_is_bounded(directory: Path, readers: Callable[..., Reader]) -> None:
+async def test_unread_bytes_of_one_reader_are_bounded(directory: Path, readers: Callable[..., Reader]) -> None:
     """Even if the reader still had time."""
     async with fronts(directory, "engine", write_s=3600.0, stream_bytes=100_000) as (url, engines):
         reader = readers(url)
@@ -195,7 +195,7 @@ async def test_what_waits_for_one_reader_is_bounded(directory: Path, readers: Ca
             await reader.until_cut()
 
 
-async def test_what_waits_for_all_readers_is_bounded(
+async def test_unread_bytes_of_all_readers_are_bounded(
     directory: Path, session: aiohttp.ClientSession, readers: Callable[..., Reader]
 ) -> None:
     """The connections with most unread bytes are cut off, not an honest one that comes then."""
@@ -210,7 +210,7 @@ async def test_what_waits_for_all_readers_is_bounded(
         assert all(isinstance(end, bytes) for end in ends if end not in cut)
 
 
-async def test_who_trickles_is_cut_off_and_who_keeps_up_is_not(readers: Callable[..., Reader]) -> None:
+async def test_a_slow_reader_is_cut_off_and_a_fast_one_is_not(readers: Callable[..., Reader]) -> None:
     ended: list[str] = []
     async with narrow(app_of_endless_streams(ended)) as url:
         trickles = asyncio.create_task(readers(url, "/trickles").until_cut(10, 0.01))

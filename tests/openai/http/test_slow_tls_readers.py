@@ -104,7 +104,7 @@ async def test_a_stream_that_nobody_reads_is_aborted_in_time(
             await asyncio.gather(*(reader.until_cut() for reader in many))
 
 
-async def test_what_waits_for_one_reader_is_bounded(
+async def test_unread_bytes_of_one_reader_are_bounded(
     directory: Path, readers: Callable[..., Awaitable[TlsReader]]
 ) -> None:
     async with fronts(directory, "engine", TLS, write_s=3600.0, stream_bytes=100_000) as (url, engines):
@@ -114,7 +114,7 @@ async def test_what_waits_for_one_reader_is_bounded(
             await reader.until_cut()
 
 
-async def test_who_trickles_is_cut_off_and_who_keeps_up_is_not(
+async def test_a_slow_reader_is_cut_off_and_a_fast_one_is_not(
     readers: Callable[..., Awaitable[TlsReader]],
 ) -> None:
     ended: list[str] = []

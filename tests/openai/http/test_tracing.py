@@ -52,7 +52,7 @@ def test_a_trace_goes_on_as_it_came() -> None:
         PARENT + "\r\nX-Evil: 1",
     ],
 )
-def test_what_is_no_trace_is_not_passed_on(parent: str) -> None:
+def test_a_malformed_traceparent_is_ignored(parent: str) -> None:
     assert trace_of(headers(("traceparent", parent), ("tracestate", "a=1"))) is None
 
 

@@ -64,7 +64,9 @@ async def test_room_that_comes_later_is_taken(later: int | None) -> None:
 
 @pytest.mark.parametrize("turns", range(5))
 @pytest.mark.parametrize("wakes", ["room", "time"])
-async def test_who_leaves_as_its_turn_comes_has_left(turns: int, wakes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_leaves_as_its_turn_comes_is_cancelled(
+    turns: int, wakes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A cancellation that coincides with a free place, or with the next check for one, is not lost."""
     if wakes == "time":
         monkeypatch.setattr(concurrency, "_LOOK_AGAIN_S", 0.0)
@@ -92,7 +94,7 @@ async def test_who_leaves_as_its_turn_comes_has_left(turns: int, wakes: str, mon
         pass
 
 
-async def test_who_waits_has_begun_nowhere(directory: Path) -> None:
+async def test_a_waiting_request_has_begun_on_no_engine(directory: Path) -> None:
     """The engine does not know of it, and beyond the queue's limit it is refused."""
     engine = FakeEngine(directory, length=40, step_s=0.02)
     engine.info = msgspec.structs.replace(engine.info, max_num_seqs=2)

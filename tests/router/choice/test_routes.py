@@ -31,7 +31,7 @@ async def decisions(session: Any, url: str) -> dict[str, Any]:
     return {name: count for name, count in found.items() if count and name not in ("summary", "last")}
 
 
-def test_what_is_known_of_prefixes() -> None:
+def test_known_prefixes_are_matched_and_forgotten() -> None:
     tokens = list(range(5 * BLOCK_TOKENS + 3))
     chain = chain_of(tokens)
     assert len(chain) == 5
@@ -159,7 +159,7 @@ async def test_attempts_after_a_loss_count_where_they_ran(directory: Path, caplo
     assert (line["where"], line["engines"]) == ("no_decode_engine", "prefill-engine")
 
 
-async def test_what_an_operator_does_has_a_line_each(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_each_change_by_an_operator_is_logged(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "baton.router")
     cluster = Cluster(directory)
     async with cluster.run(admin_token=ADMIN_TOKEN) as (url, session):

@@ -91,7 +91,7 @@ async def test_scores_of_a_long_prompt_come_in_one_chunk() -> None:
             await chunks(client)
 
 
-async def test_what_follows_the_end_is_bounded() -> None:
+async def test_bytes_after_the_end_of_a_stream_are_bounded() -> None:
     last = b'{"request_id": "r", "finish_reason": "stop"}\n'
     async with engine([last, b"\n"]) as client:
         assert [chunk.finish_reason for chunk in await chunks(client)] == ["stop"]

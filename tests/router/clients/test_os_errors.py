@@ -161,7 +161,7 @@ async def unconnectable(code: int) -> AsyncIterator[BatonClient]:
     ],
     ids=lambda value: errno.errorcode.get(value, "") if isinstance(value, int) else "",
 )
-async def test_who_cannot_connect_sends_no_leg(code: int, kind: type[BatonError]) -> None:
+async def test_a_client_that_cannot_connect_sends_no_leg(code: int, kind: type[BatonError]) -> None:
     """A shortage of this process is told apart from an engine that is gone."""
     async with unconnectable(code) as client:
         for call in (info_of, leg_of):

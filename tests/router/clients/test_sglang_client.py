@@ -81,7 +81,7 @@ def test_limits_count_from_the_clients_prompt() -> None:
     assert (sampling["sampling_seed"], sampling["logit_bias"], sampling["top_k"]) == (3, {"4": 1.5}, -1)
 
 
-def test_what_sglang_cannot_do_is_refused_by_name() -> None:
+def test_parameters_that_sglang_lacks_are_refused_by_name() -> None:
     connector = create_connector("sglang", ConnectorConfig(b"k" * 32))
     for name, value in {"allowed_token_ids": (1,), "bad_words": ("a",), "prompt_logprobs": 1}.items():
         with pytest.raises(RequestError, match=name):

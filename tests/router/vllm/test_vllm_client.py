@@ -114,7 +114,7 @@ def test_a_url_may_name_a_data_parallel_rank(bad: str) -> None:
         checked_url(f"http://a:1{bad}")
 
 
-async def test_who_an_engine_is_is_asked_once_per_life(
+async def test_an_engines_identity_is_asked_once_per_incarnation(
     server: FakeVllm, session: aiohttp.ClientSession, url: str
 ) -> None:
     engine = client(session, url)
@@ -279,7 +279,7 @@ async def test_a_leg_is_one_completion_without_stop_strings(
     assert "stop" not in sent, "the router finds stop strings itself"
 
 
-def test_what_a_choice_says() -> None:
+def test_a_choice_becomes_a_chunk() -> None:
     logprobs = Logprobs([-0.1], [{"token_id:8": -2.0, "token_id:6": -0.1}])
     chunk = to_chunk(ask(logprobs=2), Choice([6], "stop", 9, logprobs), 3)
     assert (chunk.token_ids, chunk.position, chunk.finish_reason, chunk.stop_reason) == ([6], 3, "stop", 9)

@@ -90,7 +90,9 @@ async def test_a_decode_server_hands_back_what_its_events_say(
 
 
 @pytest.mark.parametrize("salt", ["another", None])
-async def test_what_another_tenant_holds_is_not_handed_back(directory: Path, tmp_path: Path, salt: str | None) -> None:
+async def test_a_prefix_with_another_cache_salt_is_not_handed_back(
+    directory: Path, tmp_path: Path, salt: str | None
+) -> None:
     pair = Pair(directory)
     async with routed(pair, tmp_path, SALT) as (url, session):
         backs = await answered(url, session, **({} if salt is None else {"cache_salt": salt}))

@@ -156,7 +156,9 @@ async def test_the_decode_server_is_sent_the_first_token(directory: Path) -> Non
         {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
     ],
 )
-async def test_what_a_seeded_request_cannot_have(directory: Path, asked: dict[str, Any]) -> None:
+async def test_parameters_that_a_seeded_first_token_rules_out_are_refused(
+    directory: Path, asked: dict[str, Any]
+) -> None:
     pair = Pair(directory, seed=True)
     async with pair.run() as (url, session):
         body = {"messages": [{"role": "user", "content": "a"}], **asked}
@@ -202,7 +204,7 @@ async def test_a_near_tie_goes_on_from_the_token_that_was_sent(directory: Path, 
         ({}, 0.0, {"logit_bias": {"33": 1}}),
     ],
 )
-async def test_what_is_no_near_tie_is_an_error(
+async def test_a_mismatch_beyond_a_near_tie_is_an_error(
     directory: Path, config: dict[str, Any], gap: float, body: dict[str, Any]
 ) -> None:
     pair = Pair(directory, gap=gap)

@@ -82,7 +82,7 @@ def test_a_drafter_goes_on_as_on_one_server(servers: tuple[Pair, Server], mode: 
     assert check("hits on both") < moved / 2
 
 
-def test_a_drafters_entry_that_stays_behind_is_found(servers: tuple[Pair, Server], folder: Path) -> None:
+def test_a_drafters_entry_that_is_not_sent_is_found(servers: tuple[Pair, Server], folder: Path) -> None:
     """Field class B: tokens are right whatever the drafter knows, so that only acceptance tells. D must not have the
     entry from an earlier handoff, so the prompts are new."""
     (pair, one), found = servers, demo_prompts(LENGTHS, seed=3)

@@ -122,7 +122,7 @@ def calls(tree: ast.AST, method: str) -> list[int]:
     return sorted(node.lineno for node in found if ast.unparse(node.func) == method)
 
 
-def test_vllm_still_ends_a_step_behind_the_proposer() -> None:
+def test_vllm_still_ends_a_step_after_the_proposer() -> None:
     """The connector declares tokens final in `post_forward`, including the drafter's: they must have been written."""
     runner = model_runner.GPUModelRunner
     execute, sample = (
