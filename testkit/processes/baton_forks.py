@@ -35,7 +35,6 @@ MODULES = (
     "baton.cli",
     "baton.engine.async_engine",
     "baton.engine.llm",
-    "baton.engine.ranks.executor",
     "baton.models.architectures.llama",
     "baton.drafters.eagle3",
     "baton.router.app",
