@@ -45,8 +45,8 @@ def test_a_child_reports_through_its_pipe(tmp_path: Path) -> None:
 def test_a_peer_answers_by_lines_and_is_killed() -> None:
     peer = LineProcess([sys.executable, "-c", PEER], ONE_THREAD)
     assert not isinstance(peer.process, popen)
-    peer.say('{"do": "open", "sizes": [64]}')
-    assert peer.hear()
+    peer.write_line('{"do": "open", "sizes": [64]}')
+    assert peer.read_line()
     peer.process.kill()
     peer.close(60)
     assert peer.process.returncode == -signal.SIGKILL
