@@ -1,8 +1,8 @@
 """DeepSeek-V4's multi-token prediction module (2026), whose states are all streams of the target's residual.
 
-Row i takes the streams after the target's last layer at position i and x_{i+1}: each stream is a projection of its own
-norm plus one of the embedding's. Then come one layer with a window, the streams' weighted sum, a norm, and the target's
-LM head. The module continues from its own streams.
+Row i takes the streams after the target's last layer at position i and x_{i+1}: each stream is a projection of its norm
+plus one of the embedding's. Then come one layer with a window, the streams' weighted sum, a norm, and the target's LM
+head. The module continues from its own streams.
 """
 
 from __future__ import annotations

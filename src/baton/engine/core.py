@@ -89,7 +89,7 @@ class EngineCore:
         again = self.peers.turn(self.step, mailbox.stopping)
         mailbox.end_turn()
         if not again:
-            # Requests that wait for pages have time limits.
+            # Requests that wait for pages may time out.
             mailbox.sleep(self.peers.may_sleep, 0.5 if self.scheduler.has_work else None)
 
     def drain(self) -> None:
@@ -280,7 +280,7 @@ class EngineCore:
                 self._await_release(request)
         elif request.finish_reason is not None:
             self._end(request, request.finish_reason)
-        # A prefix store reads the prompt's pages when all are computed.
+        # A prefix store reads the prompt's pages once all are computed.
         if request.status is RequestStatus.RUNNING and not (request.is_prefilling and self.prefix_store is not None):
             known, first = len(request.token_ids), request.first_drafted
             self.cache.slide(request.kv, known, request.num_computed, request.num_drafted, first)
@@ -294,7 +294,7 @@ class EngineCore:
         return min((self.cache.num_final(name, known, computed, drafted) for name in paged), default=computed)
 
     def _committed(self, request: Request, seeds: Seeds) -> None:
-        """Start to decode a received request. Its first step verifies the received drafts."""
+        """Start decoding a received request. Its first step verifies the received drafts."""
         request.num_computed = request.prefill_len
         if request.num_output == 0:
             self.emit(seed_chunk(request, seeds, None, None, self.clock), False)
@@ -308,7 +308,7 @@ class EngineCore:
         self._enter(request)
 
     def _seed_drafter(self, request: Request, seeds: Seeds) -> None:
-        """The drafter continues where P's ended, or cold if no KV of it came."""
+        """The drafter continues where P's ended, or cold without its KV."""
         request.num_drafted = request.prefill_len
         if request.draft_prefix_len is not None:
             if self.steps.drafts_from_tokens:

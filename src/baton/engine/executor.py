@@ -27,8 +27,8 @@ from baton.wire import TokenLogprobs
 
 
 class Executor(Protocol):
-    """When a call returns, its writes are visible to every process. A plan that raises has written only KV of its own
-    rows, so it may run again, whole or in parts.
+    """When a call returns, its writes are visible to every process. A plan that raises has written KV of its rows only,
+    so it may run again, whole or in parts.
     """
 
     spec: PlanSpec

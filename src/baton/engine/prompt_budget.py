@@ -1,4 +1,4 @@
-"""A bound on the gap of running streams: how many prompt tokens a step may compute beside its decodes."""
+"""Bounds the gap of running streams: how many prompt tokens a step with decodes may compute."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _RISE = 1.5
 
 
 class PromptBudget:
-    """Prompt tokens of a step beside decodes: for `bound_s`, or twice the decodes' time. `most`: None: any."""
+    """Prompt tokens in a step with decodes: for `bound_s`, or twice the decodes' time. `most`: None: any."""
 
     def __init__(self, bound_s: float, most: int | None = None) -> None:
         self._bound_s, self._max_tokens = bound_s, most
         self._decode_s = self._token_s = 0.0
 
     def computed(self, num_prompt_tokens: int, decodes: bool, seconds: float) -> None:
-        """Note the time of a step. `decodes`: it decoded too."""
+        """Record the time of a step. `decodes`: it decoded too."""
         if num_prompt_tokens == 0:
             self._decode_s = _rise_limited(self._decode_s, seconds)
         elif num_prompt_tokens >= _LEAST_CHUNK or not self._token_s:

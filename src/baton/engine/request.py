@@ -76,7 +76,7 @@ class Request:
         # Tokens and results.
         self.token_ids: list[int] = list(wire.prompt_token_ids)
         self.num_prompt = wire.num_prompt_tokens or len(wire.prompt_token_ids)
-        # Cached tokens get no logits, so a prompt with logprobs gets a salt of its own and no prefix hits.
+        # Cached tokens get no logits, so a prompt with logprobs gets its own salt and no prefix hits.
         scores = self.params.prompt_logprobs is not None
         self.prompt_logprobs: list[TokenLogprobs | None] = [None] * (self.num_prompt if scores else 0)
         self.first_logprobs: TokenLogprobs | None = None
@@ -138,7 +138,7 @@ class Request:
 
     @property
     def turn(self) -> tuple[int, float, int]:
-        """By class; in it, by the time when the first token is due."""
+        """Sort key: priority, then when the first token is due."""
         return self.priority, self.times.due_at, self.arrival
 
     @property

@@ -17,7 +17,7 @@ class RequestTimes:
         self.runs_since: float | None = None  # first step, or commit of the handoff
         self._waited_s = wire.waited_s  # earlier, in other attempts
         self.step_s_before = 0.0  # of a leg that moves a prefix: the engine's seconds in steps before it came
-        # How long after its beginning its first token is due.
+        # Seconds from the first arrival until the first token is due.
         self._due_after_s = UNHURRIED_S if wire.ttft_slo_s is None else wire.ttft_slo_s
         # By the names of `LegTimings`; None if not requested, or after the first chunk.
         self._marks: dict[str, float] | None = {} if wire.timings else None
@@ -31,16 +31,16 @@ class RequestTimes:
 
     @property
     def due_at(self) -> float:
-        """When the first token is due, counted from the request's beginning on any engine."""
+        """When the first token is due, counted from the first arrival at an engine."""
         return self.queued_at - self._waited_s + self._due_after_s
 
     @property
     def wanted(self) -> bool:
-        """The client wants `LegTimings`, and has not got them yet."""
+        """The client wants `LegTimings` and has not got them."""
         return self._marks is not None
 
     def mark(self, name: str, now: float) -> None:
-        """Note a time of `LegTimings`; the first one counts."""
+        """Record a time of `LegTimings`; the first one counts."""
         if self._marks is not None:
             self._marks.setdefault(name, now)
 

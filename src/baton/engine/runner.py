@@ -29,7 +29,7 @@ from baton.structured import Constrained, DraftMatchers, Grammars
 
 @dataclass(frozen=True, slots=True)
 class TargetOutput:
-    """The target's states of a step: after the final norm, and for the drafter. None: it takes none."""
+    """`hidden_TE` after the final norm. `features_TF` for the drafter; None if it takes none."""
 
     hidden_TE: Tensor
     features_TF: Tensor | None
@@ -151,7 +151,7 @@ class ModelRunner:
 
 @dataclass(frozen=True, slots=True)
 class _DraftPages:
-    """`first_entry`: as of `DraftPlan`."""
+    """`first_entry`: `DraftPlan`'s."""
 
     runner: ModelRunner
     layers: LayerMap

@@ -31,7 +31,7 @@ class ScheduledRows:
 
 
 class _Batch:
-    """The rows scheduled so far for one step, in order. `limit`: the most rows in all."""
+    """The rows scheduled so far for one step, in order. `limit`: the maximum."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.num_rows = limit, 0
@@ -58,7 +58,7 @@ class _Batch:
             self.num_rows -= rows.num_rows
 
     def num_left(self, request: Request) -> int:
-        """Rows of its prompt that are neither computed nor scheduled."""
+        """Prompt rows that are neither computed nor scheduled."""
         rows = self.rows.get(request)
         return request.prefill_len - (request.num_computed if rows is None else rows.start + rows.num_rows)
 
@@ -102,8 +102,8 @@ class Scheduler:
     def schedule(self) -> list[ScheduledRows]:
         """The rows of the next step: verifications first, then prefill chunks in order of arrival.
 
-        A prompt that does not fit into the step, the *long* one, leaves half of it to later ones that do, also to those
-        that wait, then to one that lacks less than itself, and gets what they leave. Others wait for their turn.
+        A prompt that does not fit, the *long* one, leaves half of the step to later ones that do, including waiting
+        ones, then to one that lacks less than itself, and gets the rest. Others wait.
         """
         batch = _Batch(self.max_num_batched_tokens)
         for request in list(self.running):
@@ -124,13 +124,13 @@ class Scheduler:
         return list(batch.rows.values())
 
     def _schedule(self, request: Request, num_rows: int, batch: _Batch) -> None:
-        """Schedule rows of a running request if there is room for them."""
         if 0 < num_rows <= batch.budget and self._reserve_or_preempt(request, num_rows, batch):
             batch.add(request, num_rows)
 
     def _continue_prompts(self, batch: _Batch) -> Request | None:
-        """Schedule the prompts that are being computed. Returns the long one that has got a part of the step: of all,
-        the one whose turn it is."""
+        """Schedule the running prompts. Returns the long prompt whose turn it is, of those that got a part of the
+        step.
+        """
         prefilling = sorted((one for one in self.running if one.is_prefilling), key=lambda one: one.turn)
         long: Request | None = None
         if prefilling and self.waiting and self.waiting[0].turn < prefilling[0].turn:
@@ -171,8 +171,9 @@ class Scheduler:
         return True
 
     def _share(self, long: Request, batch: _Batch) -> None:
-        """Give what is left of the step to one other prompt of the long one's class, the shortest, if it lacks less.
-        One that is being computed already comes first."""
+        """Give the rest of the step to one other prompt of the long one's class, the shortest, if it lacks less than
+        the long one. Running prompts come first.
+        """
         if batch.budget <= 0:
             return
         lacking = {
@@ -191,7 +192,7 @@ class Scheduler:
             self._start(other, batch, batch.budget)
 
     def _extend(self, request: Request, batch: _Batch) -> None:
-        """Give a prompt what is left of the step, if there are pages for it: nobody is preempted."""
+        """Give a prompt the rest of the step, if there are pages for it: nobody is preempted."""
         more = min(batch.budget, batch.num_left(request))
         if more > 0 and self.cache.reserve(request.kv, request.prefill_len - batch.num_left(request) + more):
             batch.add(request, more)
@@ -260,7 +261,7 @@ class Scheduler:
         return self.cache.quarantine(request.kv, wanted)
 
     def start_receive(self, request: Request, sent_groups: Container[str] | None = None) -> Destination | None:
-        """As `KVCache.attach_destination`. None: no room yet."""
+        """See `KVCache.attach_destination`. None: no room yet."""
         is_behind = bool(self.waiting) and self.waiting[0].queue_key < request.queue_key
         if self._num_active >= self.max_num_seqs or is_behind:
             return None

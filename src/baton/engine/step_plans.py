@@ -54,7 +54,7 @@ class StateSlots:
 
 @dataclass(frozen=True, slots=True)
 class DraftSlots:
-    """As `StateSlots`, of the drafter. `engine.memory.draft_states` selects those of each forward."""
+    """As `StateSlots`, for the drafter. `DraftStates` (`engine/memory`) selects the part of each forward."""
 
     read: IntArray
     scratch: IntArray  # [R, S]: for the state after the last row, then for states after drafts

@@ -237,7 +237,7 @@ class HandoffLegs:
         return self._failed(leg, error, event.recoverable)
 
     def _received(self, leg: Leg, event: DecodeCommitted | DecodeFinished) -> list[Effect]:
-        """The pages are quiet, also after the commit of a request aborted meanwhile."""
+        """The pages are quiet, even if the request was aborted before the commit."""
         receives = self._receives(leg)
         if receives and leg.request.prefix_len is not None:
             return self.prefixes.take(leg, event, self.metrics)

@@ -56,8 +56,9 @@ class DraftCounts(Protocol):
 
 
 class AdaptiveDrafts:
-    """`timer`: seconds, for the costs of forwards. `steps_per_pass`: the drafter computes the rows of so many steps at
-    once for requests without drafts."""
+    """`timer`: seconds, for the costs of forwards. `steps_per_pass`: the drafter computes the rows of this many steps
+    at once for requests without drafts.
+    """
 
     def __init__(self, most: int, timer: Callable[[], float] = time.monotonic, steps_per_pass: int = 1) -> None:
         self.timer, self._max_drafts, self._steps_per_pass = timer, most, steps_per_pass

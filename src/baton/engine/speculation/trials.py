@@ -12,7 +12,7 @@ _KEEP = 0.8
 # Periods until the worse kind is tried again, and if it is worse by more than `_CLEAR`.
 TRY_EVERY, TRY_SELDOM = 8, 32
 _CLEAR = 1.15
-# The batch is another if it has so many times as many requests, or so many times fewer.
+# A batch counts as another if it has this many times as many requests, or as few.
 _OTHER_BATCH = 1.3
 
 

@@ -193,7 +193,7 @@ class MachineRunner:
             self.feed(attempt, end)
 
     def _instances(self, attempt: Attempt) -> tuple[Instance, Instance]:
-        """Source and destination. Requires the peer's HELLO."""
+        """Requires the peer's HELLO."""
         assert attempt.peer_instance is not None
         prefills = isinstance(attempt, PrefillAttempt)
         return (self.instance, attempt.peer_instance) if prefills else (attempt.peer_instance, self.instance)

@@ -117,7 +117,7 @@ class RankHandoffs(Agent):
     # ------------------------------------------------------------ time
 
     def run_timers(self) -> float:
-        """Do due work. Returns the seconds until the next call."""
+        """Returns the seconds until the next call."""
         now, timers = self.clock.monotonic(), self.config.timers
         if self._last_time is not None and now - self._last_time > timers.lease / 2:
             self.sessions.restart_leases(now)

@@ -15,7 +15,7 @@ from baton.models.layers.row_linear import RowLinear
 
 
 class GatedAttention(nn.Module):
-    """Attention with a gate for each head, [T, E] -> [T, E].
+    """[T, E] -> [T, E].
 
     `q_proj` makes each head's query, then its gate. Queries and keys are normed.
     """

@@ -1,4 +1,4 @@
-"""Digests of a checkpoint's files, by which two engines know that they have the same model and tokenizer."""
+"""Digests of a checkpoint's files, to compare two engines' model and tokenizer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def fingerprint(path: str | Path) -> str:
 
 
 def tokenizer_hash(directory: Path) -> str:
-    """16 hex digits, of the tokenizer's files and the chat templates."""
+    """16 hex digits over the tokenizer's files and the chat templates."""
     digest = hashlib.sha256()
     further = sorted(f"{path.parent.name}/{path.name}" for path in directory.glob("additional_chat_templates/*.jinja"))
     for name in (*_TOKENIZER_FILES, *further):
