@@ -89,6 +89,10 @@ class VllmServer:
         """CPU seconds that its processes have used so far."""
         return sum(self._processes().values())
 
+    def process_ids(self) -> list[int]:
+        """Its living processes."""
+        return [*self._processes()]
+
     def _processes(self) -> dict[int, float]:
         """CPU seconds of its living processes, by process id."""
         found = {}

@@ -37,7 +37,7 @@ def gemma3(folder: Path) -> None:
     layers = ["sliding_attention", "sliding_attention", "full_attention"] * 2
     sizes = {"num_hidden_layers": 6, "num_key_value_heads": 2, "head_dim": 32, "query_pre_attn_scalar": 32}
     config = Gemma3TextConfig(**COMMON, **sizes, sliding_window=64, layer_types=layers)
-    _save(Gemma3ForCausalLM(config), folder)
+    save_random(Gemma3ForCausalLM(config), folder)
 
 
 def mamba2(folder: Path, num_experts: int = 0, layers: Sequence[str] = ("mamba", "attention") * 2) -> None:
@@ -59,7 +59,7 @@ def mamba2(folder: Path, num_experts: int = 0, layers: Sequence[str] = ("mamba",
         position_embedding_type="rope",
         attention_multiplier=0.18,
     )
-    _save(GraniteMoeHybridForCausalLM(config), folder)
+    save_random(GraniteMoeHybridForCausalLM(config), folder)
 
 
 DELTA_NETS: dict[str, Any] = {
@@ -120,7 +120,7 @@ def _save_with_mtp(model: Any, folder: Path, prefix: str = "model.") -> None:
     """With a module whose layer is the last one of the model. Two tensor ranks compute the bits of one. `prefix`: of
     the weights of the model of text.
     """
-    _save(model.to(torch.bfloat16), folder)
+    save_random(model.to(torch.bfloat16), folder)
     weights = load_file(folder / "model.safetensors")
     last, hidden = f"{prefix}layers.3.", COMMON["hidden_size"]
     for name in [name for name in weights if name.startswith(last)]:
@@ -172,7 +172,7 @@ def deepseek(folder: Path, num_dense: int = 4) -> None:
         rope_parameters=rope | {"mscale": 0.707, "mscale_all_dim": 0.707},
         num_nextn_predict_layers=1,
     )
-    _save(DeepseekV3ForCausalLM(config), folder)
+    save_random(DeepseekV3ForCausalLM(config), folder)
     _add_mtp_modules(folder, config.num_hidden_layers, 1)
 
 
@@ -191,7 +191,7 @@ def glm4_moe(folder: Path, num_modules: int = 1) -> None:
         num_nextn_predict_layers=num_modules,
         tie_word_embeddings=False,
     )
-    _save(Glm4MoeForCausalLM(config), folder)
+    save_random(Glm4MoeForCausalLM(config), folder)
     _add_mtp_modules(folder, config.num_hidden_layers, num_modules)
 
 
@@ -227,7 +227,7 @@ def gpt_oss(folder: Path) -> None:
         num_experts_per_tok=2,
     )
     model = GptOssForCausalLM(config)
-    _save(model, folder)
+    save_random(model, folder)
     _eagle3(folder / "eagle3", model.lm_head.weight)
 
 
@@ -340,7 +340,8 @@ def _eagle3(folder: Path, lm_head: torch.Tensor) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _save(model: Any, folder: Path) -> None:
+def save_random(model: Any, folder: Path) -> None:
+    """With other weights. A head of its own chooses between `LOUD` tokens."""
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -186,9 +186,11 @@ def fleet_of(model: Model, ranks: Sequence[str]) -> list[tuple[str, str, Sequenc
 def run_model(name: str, folder: Path, ranks: Sequence[str]) -> list[tuple[str, str, dict[str, Cell]]]:
     """The rows of a model."""
     model, rows = MODELS[name], []
+    ranks = [which for which in ranks if model.experts or "DP" not in which]
     model.make(folder / "model")
+    spec = model.spec_in(folder / "model")
     hooks = {"DATA": "collectives.Gathering"}
-    with serve(folder, fleet_of(model, ranks), {"lease": LEASE_S}, model.spec, folder / "model", hooks=hooks) as found:
+    with serve(folder, fleet_of(model, ranks), {"lease": LEASE_S}, spec, folder / "model", hooks=hooks) as found:
         servers = {server.name: server for server in found}
         if "DATA" in servers:
             servers |= {"ZERO": servers["DATA"].of_rank(0), "FIRST": servers["DATA"].of_rank(1)}

@@ -8,7 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from testkit.vllm.checkpoints import MLA, deepseek_experts, glm4_moe, qwen3_next
+from testkit.vllm.checkpoints import MLA, deepseek_experts, glm4_moe, qwen3_next, windowed
+from testkit.vllm.drafters import DRAFTER
+from testkit.vllm.drafters.heads import DFLASH, gemma4, qwen3_moe_with_dflash
+from testkit.vllm.drafters.reshaped import demo, with_larger_draft_model, with_smaller_draft_model
 
 # Requests grow concurrently in small pools, and are admitted regardless of their later demand.
 TIGHT = ["--max-model-len", "1024", "--no-scheduler-reserve-full-isl"]
@@ -25,11 +28,16 @@ def mtp(num: int, **more: Any) -> dict[str, Any]:
     return {"method": "mtp", "num_speculative_tokens": num, **more}
 
 
+def own(method: str, num: int = 3) -> dict[str, Any]:
+    """vLLM's speculative configuration with the drafter in the model's folder."""
+    return {"method": method, "num_speculative_tokens": num, "model": DRAFTER}
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """`residues`: prompt lengths with every remainder of a block, or of what a handoff moves at once. `chunks`: lengths
     that are computed in several steps. `crowd`: lengths that together need more blocks than there are. `no_hits`,
-    `no_chunks`: why there are none.
+    `no_chunks`: why there are none. `experts`: else data-parallel ranks share nothing.
     """
 
     make: Callable[[Path], None]
@@ -40,6 +48,12 @@ class Model:
     crowd: Sequence[int] = tuple(range(190, 610, 42))
     no_hits: str = ""
     no_chunks: str = ""
+    experts: bool = True
+
+    def spec_in(self, folder: Path) -> dict[str, Any]:
+        """The drafter's own checkpoint is named relative to the model's."""
+        drafter = self.spec.get("model")
+        return self.spec if drafter is None else self.spec | {"model": str(folder / drafter)}
 
 
 HEADS = {
@@ -47,6 +61,8 @@ HEADS = {
     "residues": [2, 3, *range(33, 65), 96, 97],
     "chunks": [127, 128, 129, 130, 191, 300, 511, 700],
 }
+# Each request has several block tables.
+IN_WINDOWS = HEADS | {"flags": [*HEADS["flags"][:-1], "112"]}
 
 
 def delta_nets(states: str) -> Model:
@@ -76,6 +92,12 @@ MODELS: dict[str, Model] = {
     ),
     "GDN + MTP": delta_nets("float32"),
     "GDN + MTP, states in bfloat16": delta_nets("bfloat16"),
+    "DFlash": Model(demo, DFLASH, **HEADS, experts=False),
+    "DFlash, target with windows": Model(windowed, DFLASH, **IN_WINDOWS, experts=False),
+    "MoE + DFlash": Model(qwen3_moe_with_dflash, own("dflash"), **HEADS),
+    "Gemma 4 + assistant": Model(gemma4, own("mtp"), **IN_WINDOWS, experts=False),
+    "larger draft model": Model(with_larger_draft_model, own("draft_model"), **HEADS, experts=False),
+    "smaller draft model": Model(with_smaller_draft_model, own("draft_model"), **HEADS, experts=False),
 }
 # What vLLM itself cannot do, on any number of ranks: a case of `testkit.vllm.limits`.
 LIMITS = {"Mamba-2 + draft model": "Mamba-2 with a draft model"}

@@ -30,6 +30,8 @@ from baton.vllm.scheduler import handoff_digest
 
 MODELS = Path(__file__).parents[2] / "models"
 EAGLE3 = {"method": "eagle3", "model": str(MODELS / "baton-demo-eagle3"), "num_speculative_tokens": 3}
+DFLASH = {"method": "dflash", "model": str(MODELS / "baton-demo-dflash"), "num_speculative_tokens": 3}
+DRAFT_ENTRY = -3.0
 BLOCK, NUM_BLOCKS, BUDGET = 32, 32, 64
 
 
@@ -42,11 +44,18 @@ def scaled_layer(cache_dtype: str, *scales: float) -> SimpleNamespace:
 
 class ScheduledEngine:
     """One engine. `caches`: [blocks, heads, tokens, K then V] by layer, in float32, or with `scale` the bytes of FP8
-    numbers that each layer scales so; the last layer is the drafter's. With a `window` there is no drafter, the second
-    of two layers has it, and tokens are moved one by one, as on GPUs."""
+    numbers that each layer scales so; layers after the second are those of the drafter `spec`, `EAGLE3` or `DFLASH`.
+    With a `window` there is no drafter, the second of two layers has it, and tokens are moved one by one, as on
+    GPUs."""
 
     def __init__(
-        self, folder: Path, name: str, role: str, scale: float | None = None, window: int | None = None
+        self,
+        folder: Path,
+        name: str,
+        role: str,
+        scale: float | None = None,
+        window: int | None = None,
+        spec: dict[str, Any] = EAGLE3,
     ) -> None:
         extra = {"keys": str(folder / "keys"), "kv_transport": f"file://{folder}/kv", "kv_stream": "chunk"}
         extra["granularity"] = "page" if window is None else "token"
@@ -65,12 +74,13 @@ class ScheduledEngine:
             max_model_len=512,
             max_num_batched_tokens=BUDGET,
             block_size=BLOCK,
-            speculative_config=EAGLE3 if window is None else None,
+            speculative_config=spec if window is None else None,
             kv_transfer_config=transfer,
             kv_cache_dtype="auto" if scale is None else "fp8",
         ).create_engine_config()
         number = self.config.model_config.get_total_num_hidden_layers()
-        numbers = (0, 1, number) if window is None else (0, 1)
+        last = number + 2 if spec is DFLASH else number + 1  # the layers of the drafter end before it
+        numbers = (0, 1, *range(number, last)) if window is None else (0, 1)
         self.layers = [f"model.layers.{index}.self_attn.attn" for index in numbers]
         model = self.config.model_config
         heads, width = model.get_total_num_kv_heads(), model.get_head_size()
@@ -99,6 +109,7 @@ class ScheduledEngine:
         self.num_drafts: list[int] = []  # that each step with tokens proposes
         self.tokens: dict[str, list[int]] = {}
         self.told: dict[str, Any] = {}  # the last `kv_transfer_params` of requests
+        self.sleeps_after_kv = 0  # steps that delivered a request's KV, and after which vLLM's engine core sleeps
 
     def add(
         self, name: str, prompt: list[int], num: int, role: str | None = None, ticket: str = "", **leg: Any
@@ -126,6 +137,7 @@ class ScheduledEngine:
                 with mixin._get_kv_connector_output(scheduled, defer_finalize=True) as output:
                     self._write(scheduled, entries, self.layers[:2])
                 self._write(scheduled, entries, self.layers[2:])  # the drafter runs after the target
+                self._write_drafts(scheduled)
                 self.worker.wait_for_save()
                 self.worker.clear_connector_metadata()
             finally:
@@ -138,6 +150,8 @@ class ScheduledEngine:
         told = self.scheduler.update_from_output(
             scheduled, ModelRunnerOutput(requests, places, sampled, kv_connector_output=output)
         )
+        if output.finished_recving and not scheduled.total_num_scheduled_tokens:
+            self.sleeps_after_kv += 1
         self.told |= {one.request_id: one.kv_transfer_params for each in told.values() for one in each.outputs}
         if self.config.speculative_config is not None:
             drafted = [name for name, tokens in zip(requests, sampled, strict=True) if tokens]
@@ -172,6 +186,18 @@ class ScheduledEngine:
                 for token in self._range(scheduled, name):
                     block, at = divmod(token, BLOCK)
                     self.caches[layer][self.blocks[name][self._group[layer]][block], :, at] = found[:, token]
+
+    def _write_drafts(self, scheduled: Any) -> None:
+        """DFlash writes entries of the last known token and of the drafts into lookahead slots. The next step writes
+        them again."""
+        if self.config.speculative_config is None or self.config.speculative_config.method != "dflash":
+            return
+        for name in scheduled.num_scheduled_tokens:
+            known = self._range(scheduled, name).stop - len(scheduled.scheduled_spec_decode_tokens.get(name, ()))
+            for token in range(known, known + 1 + scheduled.num_spec_tokens_to_schedule):
+                block, at = divmod(token, BLOCK)
+                for layer in self.layers[2:]:
+                    self.caches[layer][self.blocks[name][self._group[layer]][block], :, at] = DRAFT_ENTRY
 
     def step_until(self, entries: Any, other: ScheduledEngine, name: str, num: int) -> None:
         """Run steps of this engine and of its peer until a request has `num` tokens."""

@@ -18,7 +18,7 @@ from baton.vllm import compat
 from baton.vllm.first_step import FirstTokens
 from baton.vllm.geometry import describe_caches
 from baton.vllm.groups import CacheTable, split_tables
-from baton.vllm.scheduler import SchedulerSide
+from baton.vllm.scheduler import CloseNow, SchedulerSide
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews
 from baton.vllm.worker import WorkerSide
 from tests.vllm.test_plugin_seeded import FIRST, KEY, PROMPT, Pool, Request, identity, leg, ticket
@@ -41,9 +41,11 @@ def worker() -> tuple[WorkerSide, RecordingAgent]:
     return side, agent
 
 
-def verifying(engine: str) -> SchedulerSide:
+def verifying(engine: str, close_now: CloseNow | None = None) -> SchedulerSide:
     tables = [CacheTable(0, "full", None, 32, ())]
-    return SchedulerSide(identity(engine), KEY, tables, Pool(), clock=lambda: 0.0, verify_first=True)
+    return SchedulerSide(
+        identity(engine), KEY, tables, Pool(), clock=lambda: 0.0, verify_first=True, close_now=close_now
+    )
 
 
 def prefill(side: SchedulerSide, t: SignedTicket, temperature: float) -> Request:
@@ -71,6 +73,30 @@ def test_a_greedy_leg_is_committed_with_its_first_token(
     assert closed == [ClosePrefill(t.key, held=True, failed=False, sampled=FIRST)]
     side.begin(StepNews(closed=closed))
     assert agent.posted[-1] == (t.key, ev.Sampled(Seeds(LAST, draft_token_ids=[FIRST]), False, {}))
+
+
+@pytest.mark.parametrize(("computed", "abort"), [(10, False), (0, False), (10, True)])
+def test_with_the_worker_in_its_process_p_commits_before_its_next_step(
+    t: SignedTicket, worker: tuple[WorkerSide, RecordingAgent], computed: int, abort: bool
+) -> None:
+    """Not a leg that vLLM ends while its prompt is computed, nor one that is given up."""
+    side, agent = worker
+    p = verifying("P", side.close_now)
+    request = prefill(p, t, 0.0)
+    side.begin(p.take_step())
+    side.finalise([ComputedTokens(t.key, computed, ([1],))])
+    p.on_scheduled("prefill-1", 10, ([1],), replace=True)
+    p.take_step()
+    if not abort:
+        request.output_token_ids.append(FIRST)
+    p.on_finished(request)
+    closed = p.take_step().closed
+    if computed and not abort:
+        assert closed == []
+        assert agent.posted[-1] == (t.key, ev.Sampled(Seeds(LAST, draft_token_ids=[FIRST]), False, {}))
+    else:
+        assert closed == [ClosePrefill(t.key, held=True, failed=abort, sampled=None if abort else FIRST)]
+        assert agent.kinds == [PrefillLeg, ev.Declared]
 
 
 def test_a_sampled_leg_is_committed_when_its_prompt_is_computed(t: SignedTicket) -> None:

@@ -69,6 +69,13 @@ def test_layers_of_a_draft_model_are_known_by_their_prefix() -> None:
         layer_index("model.embed")
 
 
+@pytest.mark.parametrize(("module", "wanted"), [(1, Interval(98, 99)), (None, Interval(99, 99))])
+def test_after_a_full_hit_only_entries_that_depend_on_the_next_token_come(module: int | None, wanted: Interval) -> None:
+    """Not those of a draft model or DFlash."""
+    target, draft = split_tables([CacheTable(0, "full", None, 32, names(0, 1))], 1, module)
+    assert (target.wanted(99, 99), draft.wanted(99, 99)) == (Interval(99, 99), wanted)
+
+
 @pytest.mark.parametrize("computed", [0, 1, 31, 32, 33, 95, 96, 99])
 def test_a_tile_is_final_when_all_of_it_is(computed: int) -> None:
     (group,) = split_tables([CacheTable(0, "full", None, 32, names(0))], 1)

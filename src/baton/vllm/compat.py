@@ -30,7 +30,7 @@ DELTA_CHUNK = 64
 # State dtypes to which vLLM's CPU kernel rounds after each of these chunks, wherever a prompt is cut; its GPU kernel
 # rounds only at the end of a step.
 ROUNDED_BY_CHUNK = ("float32", "bfloat16", "float16")
-FORWARD_METHODS = ("eagle", "eagle3", "mtp", "draft_model")
+FORWARD_METHODS = ("eagle", "eagle3", "mtp", "draft_model", "dflash")
 DRAFT_METHODS = (*FORWARD_METHODS, "ngram")
 # GPUs store these dtypes as one contiguous row per (token, head), without separate scales.
 _ROWS = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla")
@@ -155,6 +155,14 @@ def may_skip_drafts(config: Any) -> bool:
     return steps_alone(config) and not (config.use_v2_model_runner or config.scheduler_config.async_scheduling)
 
 
+def sleeps_when_idle(config: Any) -> bool:
+    """Whether the engine core reads a step's number of tokens after the connector was told of its output, and sleeps if
+    there were none."""
+    if check_version() not in FIRST_DRAFTS or not steps_alone(config) or num_stages(config) != 1:
+        return False
+    return not (config.use_v2_model_runner or config.scheduler_config.async_scheduling)
+
+
 def _check_rotary(config: Any) -> None:
     """Raise `ConfigError` if vLLM would compute RoPE wrongly: its CPU kernel reads MLA's 3-D tensors as 2-D, so a
     token's result depends on its neighbours in the batch."""
@@ -186,6 +194,14 @@ def _check_device(config: Any) -> None:
 def num_target_layers(config: Any) -> int:
     """The index of the drafter's first layer."""
     return int(config.model_config.get_total_num_hidden_layers())
+
+
+def draft_module(config: Any) -> int | None:
+    """The `module` of the drafter's entries in `Rules`. Entries of a draft model depend on no later token, nor do those
+    of DFlash, projections of the target's hidden state at the same position. Those of EAGLE and MTP heads depend on the
+    next token."""
+    speculative = config.speculative_config
+    return None if speculative is not None and speculative.method in ("draft_model", "dflash") else 1
 
 
 def num_stages(config: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -62,10 +63,15 @@ class BatonWorkerMetadata(KVConnectorWorkerMetadata):
         return BatonWorkerMetadata(self.admitted | other.admitted, self.first_tokens | other.first_tokens)
 
 
+# Workers in this process, by their engine's incarnation.
+_HERE: weakref.WeakValueDictionary[str, WorkerSide] = weakref.WeakValueDictionary()
+
+
 class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     """vLLM's entry to the plug-in: one in the scheduler's process, and one in each worker, where an agent runs."""
 
     _draft_slots: RememberedSlots | None = None
+    _idle_step: Any = None
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         version = compat.check_version()
@@ -78,6 +84,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         first_step = compat.first_step_of(vllm_config, asked.first_step)
         self._config = msgspec.structs.replace(asked, first_step=first_step)
         self._skips_drafts = compat.may_skip_drafts(vllm_config)
+        self._sleeps_when_idle = compat.sleeps_when_idle(vllm_config)
         self._version = version
         self._scheduler: SchedulerSide | None = None
         self._opened: OpenCache | None = None
@@ -100,6 +107,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self._opened = open_cache(self._vllm_config, self._config, self._kv_cache_config, kv_caches, self._version)
+        _HERE[self._opened.identity.incarnation] = self._opened.side
         if self._vllm_config.speculative_config is not None and not compat.steps_alone(self._vllm_config):
             self._draft_slots = RememberedSlots(self._opened.draft_layers)
 
@@ -156,7 +164,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def get_kv_connector_stats(self) -> BatonStats | None:
-        """A worker's handoffs, or legs that the scheduler refused, since the last call."""
+        """A worker's handoffs, or legs that the scheduler refused, since the last call; None without."""
         if self._opened is not None:
             counts: Mapping[str, int] = self._opened.side.counts
             if self._opened.rank:
@@ -167,8 +175,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             return None
         new = {name: count - self._reported.get(name, 0) for name, count in counts.items()}
+        found = {name: count for name, count in new.items() if count}
+        if not found:
+            return None
         self._reported = dict(counts)
-        return BatonStats(data={name: count for name, count in new.items() if count})
+        return BatonStats(data=found)
 
     def build_connector_worker_meta(self) -> BatonWorkerMetadata | None:
         """Admitted decode legs and first tokens, for the scheduler; None without."""
@@ -193,7 +204,10 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def _take_identities(self, handshakes: Iterable[BatonHandshake]) -> None:
         found = sorted(handshakes, key=lambda each: each.rank)
         addresses = [(each.rank, each.identity.control_addresses[0]) for each in found]
-        joined = joined_addresses(addresses, self._vllm_config.parallel_config.world_size)
+        size = self._vllm_config.parallel_config.world_size
+        joined = joined_addresses(addresses, size)
+        alone = size == 1 and not compat.zeroes_before_preemptions(self._vllm_config)
+        worker = _HERE.get(found[0].identity.incarnation) if alone else None
         identity = msgspec.structs.replace(found[0].identity, control_addresses=joined)
         tables = caches.split_cache_groups(self._kv_cache_config)
         self._scheduler = SchedulerSide(
@@ -202,6 +216,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             tables,
             self._pool,
             verify_first=self._config.first_step == "verify",
+            close_now=None if worker is None else worker.close_now,
         )
 
     def on_new_request(self, request: Any) -> None:
@@ -238,12 +253,17 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             end = start + scheduled[request_id]
             side.on_scheduled(request_id, end, blocks, replace=request_id in cached.resumed_req_ids)
         idle = scheduler_output.total_num_scheduled_tokens == 0 and compat.steps_alone(self._vllm_config)
+        self._idle_step = scheduler_output if idle and self._sleeps_when_idle else None
         return BatonMetadata(side.take_step(), idle)
 
     def update_connector_output(self, connector_output: Any) -> None:
         if isinstance(news := connector_output.kv_connector_worker_meta, BatonWorkerMetadata):
             self.scheduler.on_admitted(news.admitted)
             self.scheduler.on_first_tokens(news.first_tokens)
+        if connector_output.finished_recving and self._idle_step is not None:
+            # vLLM's engine core sleeps 1 ms after a step of no tokens, which it tells by this number; nothing else
+            # reads it any more. The received requests can be computed now.
+            self._idle_step.total_num_scheduled_tokens = 1
         failed = connector_output.failed_recving or ()
         for request_id in connector_output.finished_recving or ():
             self.scheduler.on_received(request_id, request_id in failed)

@@ -133,22 +133,17 @@ def layer_index(layer: str) -> int:
 
 
 def is_draft(layer: str, num_target_layers: int) -> bool:
-    """vLLM numbers the layers of EAGLE and MTP heads after the target's, and prefixes those of a draft model and of
-    Qwen's MTP modules."""
+    """vLLM numbers the layers of EAGLE, MTP and DFlash heads after the target's, and prefixes those of a draft model
+    and of Qwen's MTP modules."""
     return layer.startswith((DRAFT_MODEL, MTP)) or layer_index(layer) >= num_target_layers
 
 
-def module_of(layer: str, owner: Owner) -> int | None:
-    """The `module` of a layer in `Rules`. Entries of EAGLE and MTP heads also depend on the next token, those of a
-    draft model do not."""
-    if owner == "target":
-        return 0
-    return None if layer.startswith(DRAFT_MODEL) else 1
-
-
-def split_tables(tables: Sequence[CacheTable], num_target_layers: int) -> list[LayerGroup]:
+def split_tables(
+    tables: Sequence[CacheTable], num_target_layers: int, draft_module: int | None = 1
+) -> list[LayerGroup]:
     """The groups of an engine, by block table, target before drafter. Engines with the same model have equal names.
-    Raises `ConfigError` for a layer without a number."""
+    `draft_module`: the `module` of the drafter's groups in `Rules`. Raises `ConfigError` for a layer without a
+    number."""
     groups = []
     for table in tables:
         owners: dict[Owner, list[str]] = {"target": [], "draft": []}
@@ -170,7 +165,7 @@ def split_tables(tables: Sequence[CacheTable], num_target_layers: int) -> list[L
                     table.block_size,
                     tuple(layers),
                     ids,
-                    module_of(layers[0], owner),
+                    0 if owner == "target" else draft_module,
                 )
             )
     return groups

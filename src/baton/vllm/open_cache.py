@@ -58,7 +58,8 @@ def open_cache(
     Raises `ConfigError`.
     """
     engine_id, rank = str(config.kv_transfer_config.engine_id), compat.worker_number(config)
-    groups = split_tables(caches.split_cache_groups(kv_cache_config), compat.num_target_layers(config))
+    tables, draft_module = caches.split_cache_groups(kv_cache_config), compat.draft_module(config)
+    groups = split_tables(tables, compat.num_target_layers(config), draft_module)
     layers = {layer: kv_caches[layer] for group in groups for layer in group.layers}
     kernels = {layer: caches.kernel_layout(config, layer) for layer in layers}
     heads, stages = compat.worker_heads(config), compat.num_stages(config)

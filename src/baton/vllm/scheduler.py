@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -23,23 +23,12 @@ from baton.sampling_params import SamplingParams
 from baton.vllm.adapters import Adapters
 from baton.vllm.first_step import FirstTokens
 from baton.vllm.groups import BlockPool, CacheTable, PartialBlocks
+from baton.vllm.request import VllmRequest, beside_tokens
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews, Tables
 from baton.wire import BATON_PARAM, LegParams, VllmIdentity, VllmPrefix
 
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
-
-
-class VllmRequest(Protocol):
-    request_id: str
-    prompt_token_ids: Sequence[int] | None
-    prompt_embeds: Any
-    max_tokens: int
-    sampling_params: Any
-    output_token_ids: Sequence[int]
-    kv_transfer_params: dict[str, Any] | None
-    lora_request: Any
-    mm_features: Sequence[Any]
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +54,10 @@ class _Decode:
     hit: int = 0
 
 
+# Takes the end of a prefill leg before the next step. Returns whether it did.
+CloseNow = Callable[[ClosePrefill], bool]
+
+
 def handoff_digest(tokens: Sequence[int], adapter: str = "") -> bytes:
     """A ticket's request digest for vLLM engines, over the handed-over tokens and the LoRA adapter as in
     `VllmIdentity.adapter`, if any."""
@@ -74,7 +67,8 @@ def handoff_digest(tokens: Sequence[int], adapter: str = "") -> bytes:
 
 class SchedulerSide:
     """The legs in vLLM's scheduler, by request id. `refused` counts refused legs by reason, such as a bad ticket; their
-    requests are served without a handoff. `verify_first`: see `PluginConfig.first_step`."""
+    requests are served without a handoff. `verify_first`: see `PluginConfig.first_step`. `close_now`: of the worker, if
+    it is the only one and in this process."""
 
     def __init__(
         self,
@@ -84,11 +78,13 @@ class SchedulerSide:
         pool: BlockPool,
         clock: Callable[[], float] = time.monotonic,
         verify_first: bool = False,
+        close_now: CloseNow | None = None,
     ) -> None:
         self.identity = identity
         self.refused: Counter[str] = Counter()
         self.first_tokens = FirstTokens()
         self._verify_first = verify_first
+        self._close_now = close_now
         self._ticket_key = ticket_key
         self._redeemer = Redeemer(ticket_key, identity.engine_id, identity.incarnation)
         self._cache_tables = cache_tables
@@ -116,7 +112,7 @@ class SchedulerSide:
         if params.role == "cancel":
             self._cancel(request, params.ticket)
             return
-        tokens, beside = request.prompt_token_ids, _beside_tokens(request)
+        tokens, beside = request.prompt_token_ids, beside_tokens(request)
         if adapter is None:
             beside = "a LoRA adapter without a directory here, or with files that have changed"
         if tokens is None or adapter is None or beside is not None:
@@ -316,9 +312,11 @@ class SchedulerSide:
             sampled = request.output_token_ids[0] if prefill.seeded and request.output_token_ids else None
             failed |= prefill.seeded and sampled is None
             held = not prefill.lost and bool(prefill.tables)
-            self._step.closed.append(ClosePrefill(prefill.ticket.key, held, failed, sampled))
             if held:
                 self._held[request.request_id] = prefill
+            closed = ClosePrefill(prefill.ticket.key, held, failed, sampled)
+            if failed or self._close_now is None or not self._close_now(closed):
+                self._step.closed.append(closed)
             return held, None
         decode = self._decodes.pop(request.request_id, None)
         if decode is not None:
@@ -332,10 +330,3 @@ class SchedulerSide:
 
     def has_news(self) -> bool:
         return bool(self._step)
-
-
-def _beside_tokens(request: VllmRequest) -> str | None:
-    """What the KV depends on besides token ids and adapters."""
-    if request.prompt_token_ids is None or request.prompt_embeds is not None:
-        return "embeddings"
-    return "images or other media" if request.mm_features else None

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-
-from testkit.vllm.checkpoints import COMMON, MLA, deepseek, glm4_moe, mamba2, shallow
+from testkit.vllm.checkpoints import MLA, deepseek, glm4_moe, mamba2, shallow
+from testkit.vllm.drafters import DRAFTER
+from testkit.vllm.drafters.heads import dflash, gemma4
+from testkit.vllm.drafters.reshaped import with_larger_draft_model, with_smaller_draft_model
 from testkit.vllm.servers import EAGLE3, MODEL, ROOT
 
 Arguments = dict[str, Any]
@@ -23,7 +23,6 @@ STAGES: Arguments = {
     "compilation_config": {"mode": 2, "backend": "eager"},
 }
 TENSOR: Arguments = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-SHARED_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 
 
 def spec(method: str, **more: Any) -> Arguments:
@@ -59,52 +58,28 @@ def with_index_keys(folder: Path) -> Arguments:
     return {"model": str(folder / "model"), "load_format": "dummy", **spec("mtp", attention_backend=MLA)}
 
 
-def with_dflash(folder: Path) -> Arguments:
-    """A DFlash drafter of two layers of random weights for the demo model."""
-    target = json.loads((MODEL / "config.json").read_text())
-    names = (*SHARED_SIZES, "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_parameters")
-    config = {name: target[name] for name in names}
-    config |= {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 2, "block_size": 4}
-    config |= {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 2]}, "dtype": "float32"}
-    (folder / "draft").mkdir()
-    (folder / "draft" / "config.json").write_text(json.dumps(config))
-    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    queries, keys = (config[f"num_{kind}_heads"] * head for kind in ("attention", "key_value"))
-    layer = {
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "mlp.down_proj": (hidden, inner),
-    }
-    layer |= {f"self_attn.{name}_proj": (keys, hidden) for name in "kv"}
-    layer |= {f"mlp.{name}_proj": (inner, hidden) for name in ("gate", "up")}
-    norms = {f"self_attn.{name}_norm": head for name in "qk"}
-    norms |= dict.fromkeys(("input_layernorm", "post_attention_layernorm"), hidden)
-    shapes: dict[str, Sequence[int]] = {"fc": (hidden, 2 * hidden)}
-    shapes |= {f"layers.{number}.{name}": shape for number in range(2) for name, shape in layer.items()}
-    sizes = {"norm": hidden, "hidden_norm": hidden}
-    sizes |= {f"layers.{number}.{name}": size for number in range(2) for name, size in norms.items()}
-    weights = {f"{name}.weight": torch.randn(*shape) * 0.05 for name, shape in shapes.items()}
-    weights |= {f"{name}.weight": torch.ones(size) for name, size in sizes.items()}
-    save_file(weights, folder / "draft" / "model.safetensors", metadata={"format": "pt"})
+def with_dflash(folder: Path, **more: Any) -> Arguments:
+    """A DFlash drafter of random weights for the demo model. `more`: of its configuration."""
+    dflash(folder / "draft", MODEL, **more)
     return spec("dflash", model=str(folder / "draft"))
+
+
+def with_dspark(folder: Path) -> Arguments:
+    """The same layers, named as a DSpark drafter's."""
+    dflash(folder / "draft", MODEL, architectures=["Qwen3DSparkModel"], dspark_target_layer_ids=[0, 2], mask_token_id=3)
+    return spec("dspark", model=str(folder / "draft"))
 
 
 def with_gemma_assistant(folder: Path) -> Arguments:
     """Gemma 4 and its assistant, of random weights."""
-    from transformers import Gemma4AssistantConfig, Gemma4TextConfig
+    gemma4(folder / "model")
+    return {"model": str(folder / "model"), **spec("mtp", model=str(folder / "model" / DRAFTER))}
 
-    sizes = {"num_key_value_heads": 2, "head_dim": 32, "global_head_dim": 32, "sliding_window": 64}
-    plain = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 0}
-    layers = ["sliding_attention", "full_attention"]
-    target = Gemma4TextConfig(**COMMON, **sizes, **plain, num_hidden_layers=4, layer_types=layers * 2)
-    own = Gemma4TextConfig(**COMMON, **sizes, **plain, num_hidden_layers=2, layer_types=layers)
-    target.architectures = ["Gemma4ForCausalLM"]
-    target.save_pretrained(folder / "model")
-    assistant = Gemma4AssistantConfig(text_config=own.to_dict(), backbone_hidden_size=COMMON["hidden_size"])
-    assistant.architectures = ["Gemma4AssistantForCausalLM"]
-    assistant.save_pretrained(folder / "assistant")
-    model = {"model": str(folder / "model"), "load_format": "dummy", "tokenizer": str(MODEL)}
-    return {**model, **spec("mtp", model=str(folder / "assistant"))}
+
+def with_reshaped(make: Callable[[Path], None], folder: Path) -> Arguments:
+    """The demo model with a draft model of another shape."""
+    make(folder / "model")
+    return spec("draft_model", model=str(folder / "model" / DRAFTER))
 
 
 def fixed(arguments: Arguments, folder: Path) -> Arguments:
@@ -139,4 +114,10 @@ CASES: dict[str, Callable[[Path], Arguments]] = {
     "MLA with index keys (DSA), MTP": with_index_keys,
     "Gemma 4 with its assistant": with_gemma_assistant,
     "a draft model with other heads": partial(with_draft_model, copies=2),
+    "a draft model with larger heads and more layers": partial(with_reshaped, with_larger_draft_model),
+    "a draft model with one KV head": partial(with_reshaped, with_smaller_draft_model),
+    "DFlash with windows in one of two layers": partial(
+        with_dflash, layer_types=["sliding_attention", "full_attention"], sliding_window=64
+    ),
+    "DSpark": with_dspark,
 }

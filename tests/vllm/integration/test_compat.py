@@ -162,9 +162,11 @@ def test_what_cannot_be_handed_off_is_refused_by_name(monkeypatch: pytest.Monkey
         compat.check_config(config(model_config=SimpleNamespace(enable_sleep_mode=True)))
     with pytest.raises(ConfigError, match=r"device.*xpu"):
         compat.check_config(config(device_config=SimpleNamespace(device_type="xpu")))
-    with pytest.raises(ConfigError, match=r"speculative_config.*medusa"):
-        compat.check_config(config(speculative_config=drafter("medusa")))
-    compat.check_config(config(speculative_config=drafter("mtp")))
+    for method in ("medusa", "dspark"):
+        with pytest.raises(ConfigError, match=f"speculative_config.*{method}"):
+            compat.check_config(config(speculative_config=drafter(method)))
+    for method in compat.DRAFT_METHODS:
+        compat.check_config(config(speculative_config=drafter(method)))
     state = SimpleNamespace(use_mla=False, has_inner_state=True, enable_sleep_mode=False)
     compat.check_config(config(model_config=state))
     for method in ("mtp", "ngram"):
@@ -184,6 +186,13 @@ def test_what_cannot_be_handed_off_is_refused_by_name(monkeypatch: pytest.Monkey
     small.draft_model_config = state
     with pytest.raises(ConfigError, match="Mamba"):
         compat.check_config(config(speculative_config=small))
+
+
+def test_which_drafters_entries_depend_on_the_next_token() -> None:
+    expected = {"eagle": 1, "eagle3": 1, "mtp": 1, "draft_model": None, "dflash": None}
+    assert tuple(expected) == compat.FORWARD_METHODS
+    for method, module in expected.items():
+        assert compat.draft_module(config(speculative_config=drafter(method))) == module
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Every drafting method that the connector takes and other tests do not cover: EAGLE, a draft model, n-grams. With
-caches for one long request.
+"""Every drafting method that the connector takes and other tests do not cover: EAGLE, a draft model, DFlash, n-grams.
+With caches for one long request.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pytest
 from testkit.vllm.answers import Answer, same
 from testkit.vllm.checkpoints import shallow
 from testkit.vllm.checks import check_all_are_handed_over
+from testkit.vllm.drafters.heads import DFLASH
 from testkit.vllm.servers import (
     ROOT,
     Mode,
@@ -34,6 +35,7 @@ FLAGS = ["--block-size", "32", "--num-gpu-blocks-override", "40", "--max-model-l
 DRAFTERS: dict[str, dict[str, Any]] = {
     "eagle": {"method": "eagle", "model": str(ROOT / "models" / "baton-demo-eagle")},
     "draft_model": {"method": "draft_model"},
+    "dflash": DFLASH,
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
 }
 

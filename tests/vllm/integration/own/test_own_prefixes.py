@@ -9,7 +9,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from baton.handoff.session.keys import make_keys
-from testkit.vllm.scheduled_engine import BLOCK, ScheduledEngine, ticket
+from testkit.vllm.scheduled_engine import BLOCK, DFLASH, EAGLE3, ScheduledEngine, ticket
 from tests.vllm.integration.test_own_scheduler import Pair, random_entries
 
 pytestmark = pytest.mark.timeout(1800)
@@ -22,9 +22,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-@pytest.fixture(scope="module")
-def pair(folder: Path) -> Iterator[Pair]:
-    p, d = (ScheduledEngine(folder, name, "kv_both") for name in ("P", "D"))
+@pytest.fixture(scope="module", params=[EAGLE3, DFLASH], ids=["eagle3", "dflash"])
+def pair(request: pytest.FixtureRequest, folder: Path) -> Iterator[Pair]:
+    p, d = (ScheduledEngine(folder, name, "kv_both", spec=request.param) for name in ("P", "D"))
     yield p, d
     for engine in (p, d):
         engine.worker.shutdown()

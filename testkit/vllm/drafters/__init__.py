@@ -1,0 +1,24 @@
+"""Small checkpoints of drafters. Each is in a folder of its target's, `DRAFTER`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+DRAFTER = "drafter"
+
+
+def write(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """A checkpoint without a tokenizer."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(dict(config)))
+    save_file(
+        {name: weight.contiguous() for name, weight in weights.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
