@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -17,8 +18,5 @@ def write(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]
     """A checkpoint without a tokenizer."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(dict(config)))
-    save_file(
-        {name: weight.contiguous() for name, weight in weights.items()},
-        folder / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    own = {name: weight.clone(memory_format=torch.contiguous_format) for name, weight in weights.items()}
+    save_file(own, folder / "model.safetensors", metadata={"format": "pt"})
