@@ -1,12 +1,14 @@
-"""Names LoRA adapters by content: their name and a digest of their files."""
+"""What the KV of a request depends on besides its tokens. Names LoRA adapters by content: their name and a digest of
+their files."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 # The files that vLLM reads in an adapter's directory.
 _FILES = ("adapter_config.json", "adapter_model.*", "new_embeddings.*")
@@ -17,6 +19,27 @@ class LoraRequest(Protocol):
     lora_name: str
     lora_int_id: int
     lora_path: str
+
+
+class VllmRequest(Protocol):
+    """The part of vLLM's `Request` used here."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int] | None
+    prompt_embeds: Any
+    max_tokens: int
+    sampling_params: Any
+    output_token_ids: Sequence[int]
+    kv_transfer_params: dict[str, Any] | None
+    lora_request: Any
+    mm_features: Sequence[Any]
+
+
+def beside_tokens(request: VllmRequest) -> str | None:
+    """What else than token ids and adapters."""
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
+        return "embeddings"
+    return "images or other media" if request.mm_features else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,9 @@ from baton.errors import ProtocolError
 from baton.handoff.protocol.ticket import Redeemer, SignedTicket, adapter_digest, request_digest, verify_ticket
 from baton.log_limit import LogLimit
 from baton.sampling_params import SamplingParams
-from baton.vllm.adapters import Adapters
+from baton.vllm.adapters import Adapters, VllmRequest, beside_tokens
 from baton.vllm.first_step import FirstTokens
 from baton.vllm.groups import BlockPool, CacheTable, PartialBlocks
-from baton.vllm.request import VllmRequest, beside_tokens
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews, Tables
 from baton.wire import BATON_PARAM, LegParams, VllmIdentity, VllmPrefix
 
