@@ -139,7 +139,7 @@ class HeadDrafter(nn.Module, ABC):
 
 
 def attention_layers(config: ModelConfig) -> list[LayerSpec]:
-    """Latents, or keys and values."""
+    """A drafter's layers: latents, or keys and values."""
     if config.latent is not None:
         return [LatentLayerSpec(config.latent.latent_dim, config.latent.rope_dim)] * config.num_layers
     return [KVLayerSpec(config.num_kv_heads, config.head_dim, window) for window in config.windows]

@@ -33,11 +33,12 @@ def _none() -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class PlanSpec:
+    """What an executor's plans must contain."""
+
     target_groups: tuple[str, ...]  # groups with block tables
     draft_groups: tuple[str, ...]  # those of the drafter, and the target's that it reads
     state_groups: tuple[str, ...]  # the target's groups with state slots
     drafts: bool
-    # Like `StateSlots`, for the drafter. `DraftStates` (`engine/memory`) selects those of each forward.
     needs_contexts: bool  # the drafter takes all known tokens of a request
     num_modules: int = 1
     draft_state_groups: tuple[str, ...] = ()

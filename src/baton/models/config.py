@@ -201,8 +201,8 @@ def read_rope(section: RawConfig, raw: RawConfig, max_position: int, theta_defau
 
 
 def context_length(rope: RopeSpec, max_position: int) -> int:
-    """Linear scaling multiplies `max_position_embeddings`, as in vLLM. With YaRN that field is the result or, in Qwen's
-    guides, still the original length.
+    """The longest context. Linear scaling multiplies `max_position_embeddings`, as in vLLM. With YaRN that field is the
+    result or, in Qwen's guides, still the original length.
     """
     if rope.kind not in ("linear", "yarn"):
         return max_position

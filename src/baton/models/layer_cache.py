@@ -104,7 +104,7 @@ class ScanRows:
 
 
 class Recurrence(Protocol):
-    """A pure function."""
+    """A layer's scan: a pure function."""
 
     def __call__(self, states: States, rows: ScanRows) -> tuple[Tensor, States]:
         """`states`: each plane's before the rows [R, num_heads, head_dim], zeros for a new request. Returns the layer's

@@ -34,7 +34,9 @@ NewClient = Callable[[aiohttp.ClientSession, str, RouterTimers, Role], EngineCli
 
 
 class EnginePool:
-    """Used on one event loop. `identity` decides what the engines serve; an operator's `rebind` clears it."""
+    """The router's engines, for one event loop. `identity` decides what they serve; an operator's `rebind` clears
+    it.
+    """
 
     def __init__(
         self,

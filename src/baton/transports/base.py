@@ -192,7 +192,7 @@ def future_of(make: Callable[[], Peer]) -> Future[Peer]:
 
 
 def finish_future(future: Future[Peer], make: Callable[[], Peer]) -> None:
-    """Errors of `make` other than Baton's become `TransportError`."""
+    """Complete `future` with `make()`. Errors other than Baton's become `TransportError`."""
     try:
         peer = make()
     except BatonError as error:

@@ -26,7 +26,7 @@ _NORM_EPS = 1e-6
 
 
 class SparseLatentAttention(LatentAttention):
-    """`config.latent.index` must be set. Raises `ConfigError` for a pipeline stage whose first layer shares another's
+    """Latent attention to chosen keys. Raises `ConfigError` for a pipeline stage whose first layer shares another's
     choice."""
 
     def __init__(self, config: ModelConfig, layer_id: int, build: Build) -> None:
