@@ -8,7 +8,7 @@ A handoff addresses KV by half-open token intervals. Lookahead slots are in no i
 - j >= 1, a drafter (MTP module j; EAGLE and EAGLE-3: 1): also x_{i+1}..x_{i+j}. For a prompt
   of n tokens, entries [0, n - j) are final once computed, and entry n - j once the first output token x_n is known.
   Later entries depend on unverified drafts.
-- None, a drafter whose entries depend on no later token (a draft model; DFlash in vLLM): as the target.
+- None, a drafter whose entries depend on no later token: as the target.
 
 A state group has one slot, the interval [0, 1), for any number of tokens. It is final when the state has seen all of
 them.

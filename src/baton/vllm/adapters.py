@@ -1,5 +1,4 @@
-"""What the KV of a request depends on besides its tokens. Names LoRA adapters by content: their name and a digest of
-their files."""
+"""What KV depends on besides tokens. LoRA adapters are described by name and a digest of their files."""
 
 from __future__ import annotations
 
@@ -22,8 +21,6 @@ class LoraRequest(Protocol):
 
 
 class VllmRequest(Protocol):
-    """The part of vLLM's `Request` used here."""
-
     request_id: str
     prompt_token_ids: Sequence[int] | None
     prompt_embeds: Any
@@ -36,7 +33,7 @@ class VllmRequest(Protocol):
 
 
 def beside_tokens(request: VllmRequest) -> str | None:
-    """What else than token ids and adapters."""
+    """Other than adapters."""
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return "embeddings"
     return "images or other media" if request.mm_features else None

@@ -156,8 +156,7 @@ def may_skip_drafts(config: Any) -> bool:
 
 
 def sleeps_when_idle(config: Any) -> bool:
-    """Whether the engine core reads a step's number of tokens after the connector was told of its output, and sleeps if
-    there were none."""
+    """Whether the engine core sleeps after a step of no tokens, and reads this after `update_connector_output`."""
     if check_version() not in FIRST_DRAFTS or not steps_alone(config) or num_stages(config) != 1:
         return False
     return not (config.use_v2_model_runner or config.scheduler_config.async_scheduling)
@@ -197,9 +196,7 @@ def num_target_layers(config: Any) -> int:
 
 
 def draft_module(config: Any) -> int | None:
-    """The `module` of the drafter's entries in `Rules`. Entries of a draft model depend on no later token, nor do those
-    of DFlash, projections of the target's hidden state at the same position. Those of EAGLE and MTP heads depend on the
-    next token."""
+    """The drafter's `Rules.module`. DFlash's entries are projections of the target's hidden states."""
     speculative = config.speculative_config
     return None if speculative is not None and speculative.method in ("draft_model", "dflash") else 1
 

@@ -63,7 +63,7 @@ class BatonWorkerMetadata(KVConnectorWorkerMetadata):
         return BatonWorkerMetadata(self.admitted | other.admitted, self.first_tokens | other.first_tokens)
 
 
-# Workers in this process, by their engine's incarnation.
+# By the engine's incarnation.
 _HERE: weakref.WeakValueDictionary[str, WorkerSide] = weakref.WeakValueDictionary()
 
 
@@ -261,8 +261,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler.on_admitted(news.admitted)
             self.scheduler.on_first_tokens(news.first_tokens)
         if connector_output.finished_recving and self._idle_step is not None:
-            # vLLM's engine core sleeps 1 ms after a step of no tokens, which it tells by this number; nothing else
-            # reads it any more. The received requests can be computed now.
+            # Else vLLM's engine core would sleep 1 ms. Nothing else reads this any more.
             self._idle_step.total_num_scheduled_tokens = 1
         failed = connector_output.failed_recving or ()
         for request_id in connector_output.finished_recving or ():

@@ -1,12 +1,11 @@
 """Blanks the slots that vLLM's V1 drafter keeps after a step.
 
-A data-parallel rank that shares experts and has no request computes a dummy step with the others. There,
-`SpecDecodeBaseProposer.dummy_run` (vLLM 0.32 and 0.33) runs the drafter with the slot mapping of the rank's last
-request, still in the proposer's buffer, and so writes into blocks that another request may have by now. The V2 runner
-pads these slots itself.
+A data-parallel rank that shares experts and has no request computes a dummy step with the others. There
+`SpecDecodeBaseProposer.dummy_run` (vLLM 0.32 and 0.33) runs the drafter with the slots of the rank's last request,
+whose blocks may be another request's by now. The V2 runner pads these slots itself.
 
-Filled with the padding value, the buffer makes a dummy step write nothing. Since the forward context holds views of it,
-this happens after the drafter's layers. The next real step fills it again.
+With the padding value in the buffer a dummy step writes nothing. The forward context holds views of it, so it is filled
+after the drafter's layers; the next real step fills it again.
 """
 
 from __future__ import annotations

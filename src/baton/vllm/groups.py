@@ -133,8 +133,7 @@ def layer_index(layer: str) -> int:
 
 
 def is_draft(layer: str, num_target_layers: int) -> bool:
-    """vLLM numbers the layers of EAGLE, MTP and DFlash heads after the target's, and prefixes those of a draft model
-    and of Qwen's MTP modules."""
+    """vLLM numbers heads' layers after the target's, and prefixes those of a draft model and of Qwen's MTP modules."""
     return layer.startswith((DRAFT_MODEL, MTP)) or layer_index(layer) >= num_target_layers
 
 
@@ -142,8 +141,7 @@ def split_tables(
     tables: Sequence[CacheTable], num_target_layers: int, draft_module: int | None = 1
 ) -> list[LayerGroup]:
     """The groups of an engine, by block table, target before drafter. Engines with the same model have equal names.
-    `draft_module`: the `module` of the drafter's groups in `Rules`. Raises `ConfigError` for a layer without a
-    number."""
+    `draft_module`: in `Rules`. Raises `ConfigError` for a layer without a number."""
     groups = []
     for table in tables:
         owners: dict[Owner, list[str]] = {"target": [], "draft": []}

@@ -4,8 +4,7 @@ vLLM calls the connector after each attention layer, with its name. Layers are r
 first that was not called. The rest become final with the step, as do states and the entries of drafters, which run
 after the target, possibly several times. Runs on vLLM's worker thread.
 
-Layers are collected until `MIN_BYTES` are new. After the last layer everything left is reported: the forward still runs
-for a while.
+Layers are collected until `MIN_BYTES` are new, or the last layer is written.
 """
 
 from __future__ import annotations

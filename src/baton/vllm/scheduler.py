@@ -53,7 +53,6 @@ class _Decode:
     hit: int = 0
 
 
-# Takes the end of a prefill leg before the next step. Returns whether it did.
 CloseNow = Callable[[ClosePrefill], bool]
 
 
@@ -66,8 +65,8 @@ def handoff_digest(tokens: Sequence[int], adapter: str = "") -> bytes:
 
 class SchedulerSide:
     """The legs in vLLM's scheduler, by request id. `refused` counts refused legs by reason, such as a bad ticket; their
-    requests are served without a handoff. `verify_first`: see `PluginConfig.first_step`. `close_now`: of the worker, if
-    it is the only one and in this process."""
+    requests are served without a handoff. `verify_first`: see `PluginConfig.first_step`. `close_now`: the
+    worker's, if it is in this process."""
 
     def __init__(
         self,

@@ -235,8 +235,7 @@ class WorkerSide:
         self._report_if_settled(closed.key, leg)
 
     def close_now(self, closed: ClosePrefill) -> bool:
-        """End a leg before the next step, so that D gets COMMIT earlier. False, without changes, if its prompt is not
-        final yet."""
+        """Returns False, without changes, if the prompt is not final."""
         leg = self._prefills.get(closed.key)
         if leg is None or leg.blocks is not BlocksPhase.COMPUTED:
             return False
