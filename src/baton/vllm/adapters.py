@@ -1,4 +1,4 @@
-"""What KV depends on besides tokens. LoRA adapters are described by name and a digest of their files."""
+"""What KV depends on besides tokens. LoRA adapters are named with a digest of their files."""
 
 from __future__ import annotations
 

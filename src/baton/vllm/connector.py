@@ -261,7 +261,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler.on_admitted(news.admitted)
             self.scheduler.on_first_tokens(news.first_tokens)
         if connector_output.finished_recving and self._idle_step is not None:
-            # Else vLLM's engine core would sleep 1 ms. Nothing else reads this any more.
+            # Else vLLM's engine core would sleep 1 ms.
             self._idle_step.total_num_scheduled_tokens = 1
         failed = connector_output.failed_recving or ()
         for request_id in connector_output.finished_recving or ():
