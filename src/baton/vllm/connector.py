@@ -63,8 +63,7 @@ class BatonWorkerMetadata(KVConnectorWorkerMetadata):
         return BatonWorkerMetadata(self.admitted | other.admitted, self.first_tokens | other.first_tokens)
 
 
-# By the engine's incarnation.
-_HERE: weakref.WeakValueDictionary[str, WorkerSide] = weakref.WeakValueDictionary()
+_BY_INCARNATION: weakref.WeakValueDictionary[str, WorkerSide] = weakref.WeakValueDictionary()
 
 
 class BatonConnector(KVConnectorBase_V1, SupportsHMA):
@@ -107,7 +106,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self._opened = open_cache(self._vllm_config, self._config, self._kv_cache_config, kv_caches, self._version)
-        _HERE[self._opened.identity.incarnation] = self._opened.side
+        _BY_INCARNATION[self._opened.identity.incarnation] = self._opened.side
         if self._vllm_config.speculative_config is not None and not compat.steps_alone(self._vllm_config):
             self._draft_slots = RememberedSlots(self._opened.draft_layers)
 
@@ -207,7 +206,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         size = self._vllm_config.parallel_config.world_size
         joined = joined_addresses(addresses, size)
         alone = size == 1 and not compat.zeroes_before_preemptions(self._vllm_config)
-        worker = _HERE.get(found[0].identity.incarnation) if alone else None
+        worker = _BY_INCARNATION.get(found[0].identity.incarnation) if alone else None
         identity = msgspec.structs.replace(found[0].identity, control_addresses=joined)
         tables = caches.split_cache_groups(self._kv_cache_config)
         self._scheduler = SchedulerSide(
