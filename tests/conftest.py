@@ -16,20 +16,31 @@ if TYPE_CHECKING:
 # Assertions in helpers tell their values too.
 pytest.register_assert_rewrite("testkit")
 
-# The slowest files come first, so that no worker waits for another at the end of a run. Of the first two, only one has
-# engines: where nothing is compiled yet, the kernels are compiled once.
+# The slowest files come first, so that no worker waits for another at the end of a run. Files that start processes take
+# turns with files that compute alone or wait. Of the first two, only one has engines: where nothing is compiled yet, the
+# kernels are compiled once.
 LONGEST = (
     "e2e/test_verify_faults.py",
     "simulation/test_simulator.py",
     "e2e/test_verify.py",
-    "e2e/test_chaos.py",
-    "e2e/test_real_model.py",
-    "e2e/test_aborts.py",
-    "e2e/test_leg_aborts.py",
-    "verify/test_engines.py",
-    "e2e/test_transports.py",
     "transports/test_conformance_remote.py",
+    "e2e/test_chaos.py",
+    "bench/test_parity.py",
+    "e2e/test_real_model.py",
+    "simulation/test_mutations.py",
+    "verify/test_engines.py",
+    "engine/models/test_latents_and_experts.py",
+    "e2e/test_leg_aborts.py",
+    "router/test_recovery.py",
+    "e2e/test_transports.py",
+    "engine/models/test_windowed_models.py",
+    "e2e/test_bad_input.py",
+    "engine/models/test_every_drafter.py",
+    "e2e/test_topologies.py",
+    "kvstore/test_prefix_store.py",
+    "server/test_deployment.py",
     "tools/test_demo_checkpoints.py",
+    "e2e/test_aborts.py",
     "tools/test_demo_training.py",
 )
 
