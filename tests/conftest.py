@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 # Assertions in helpers tell their values too.
 pytest.register_assert_rewrite("testkit")
 
-# The slowest files come first, so that no worker waits for another at the end of a run. Files that start processes take
-# turns with files that compute alone or wait. Of the first two, only one has engines: where nothing is compiled yet, the
-# kernels are compiled once.
+# The slowest files come first, so that no worker waits for another at the end of a run. Files that start processes
+# take turns with files that compute alone or wait. Of the first two, only one has engines: where nothing is compiled
+# yet, the kernels are compiled once.
 LONGEST = (
     "e2e/test_verify_faults.py",
     "simulation/test_simulator.py",
