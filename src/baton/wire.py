@@ -232,13 +232,16 @@ class LegParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     `identify`: asks for the server's `VllmIdentity`. `cancel`: nobody will fetch the prefill leg's KV.
     `seed_first_token`: P hands over the whole prompt, and the decode leg's prompt ends with the token that P sampled.
     `prefix`: a leg of a hand-back. P gives it up if its prefix cache lacks more of the prompt than two blocks; D's
-    response contains a `VllmPrefix`.
+    response contains a `VllmPrefix`. `num_tokens`: those handed back, 0: all but the last. `whole_blocks`: D
+    gets all of a window's first block, which lies within one of P's.
     """
 
     role: Literal["prefill", "decode", "identify", "cancel"]
     ticket: str = ""
     seed_first_token: bool = False
     prefix: bool = False
+    num_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    whole_blocks: bool = False
 
 
 class VllmPrefix(msgspec.Struct, frozen=True):
@@ -255,7 +258,8 @@ class VllmIdentity(EngineIdentity, frozen=True, kw_only=True):
     handoff moves a multiple of this many tokens. `tile`: tokens that its kernels store as one opaque piece, equal on
     all peers; 0: unknown. `adapter`: NAME@DIGEST of the LoRA adapter that the request named as its model, and that its
     tickets' digest contains; empty: none, or one that cannot be handed off. `moves_prefixes`: it has a prefix cache
-    whose KV can be handed back.
+    whose KV can be handed back. `prefix_multiple`, `prefix_extra`: tokens handed back to it are a multiple, and its
+    leg computes so many more, or it would not find windows again.
     """
 
     truncate_prefill: bool
@@ -264,6 +268,8 @@ class VllmIdentity(EngineIdentity, frozen=True, kw_only=True):
     tile: int = 0
     adapter: str = ""
     moves_prefixes: bool = False
+    prefix_multiple: Annotated[int, msgspec.Meta(ge=1)] = 1
+    prefix_extra: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     def handed_over(self, num_tokens: int) -> int:
         """With a multiple, at least two of a prompt's tokens are left: vLLM would compute one as a verification."""

@@ -252,7 +252,7 @@ class FakeVllm:
                 answer["kv_transfer_params"] = self._finish(body)
             elif leg.get("prefix"):
                 lost = self.loses_prefixes or leg["ticket"] in self.shared.given_up
-                got = 0 if lost else len(body["prompt"]) - 1
+                got = 0 if lost else leg.get("num_tokens") or len(body["prompt"]) - 1
                 answer["kv_transfer_params"] = {"baton": {"num_tokens": got}}
             return web.json_response(answer)
         response = web.StreamResponse()
@@ -332,7 +332,8 @@ class FakeVllm:
         params = body["kv_transfer_params"]
         if "baton" in params:
             identity, prompt = msgspec.convert(self.identity(), VllmIdentity), body["prompt"]
-            self._check("decode", body, prompt[: identity.handed_over(len(prompt))])
+            num_tokens = params["baton"].get("num_tokens") or identity.handed_over(len(prompt))
+            self._check("decode", body, prompt[:num_tokens])
             name = params["baton"]["ticket"]
         else:
             needed = {"remote_engine_id", "remote_host", "remote_port", "remote_request_id", "tp_size"}

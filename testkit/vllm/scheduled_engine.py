@@ -45,8 +45,8 @@ def scaled_layer(cache_dtype: str, *scales: float) -> SimpleNamespace:
 class ScheduledEngine:
     """One engine. `caches`: [blocks, heads, tokens, K then V] by layer, in float32, or with `scale` the bytes of FP8
     numbers that each layer scales so; layers after the second are those of the drafter `spec`, `EAGLE3` or `DFLASH`.
-    With a `window` there is no drafter, the second of two layers has it, and tokens are moved one by one, as on
-    GPUs."""
+    With a `window` the second layer has it, and tokens are moved one by one, as on GPUs. `retention`: where windows
+    stay in the prefix cache, by default everywhere; vLLM's own default is 0, only where prompts end."""
 
     def __init__(
         self,
@@ -55,7 +55,8 @@ class ScheduledEngine:
         role: str,
         scale: float | None = None,
         window: int | None = None,
-        spec: dict[str, Any] = EAGLE3,
+        spec: dict[str, Any] | None = EAGLE3,
+        retention: int | None = None,
     ) -> None:
         extra = {"keys": str(folder / "keys"), "kv_transport": f"file://{folder}/kv", "kv_stream": "chunk"}
         extra["granularity"] = "page" if window is None else "token"
@@ -74,13 +75,13 @@ class ScheduledEngine:
             max_model_len=512,
             max_num_batched_tokens=BUDGET,
             block_size=BLOCK,
-            speculative_config=spec if window is None else None,
+            speculative_config=spec,
             kv_transfer_config=transfer,
             kv_cache_dtype="auto" if scale is None else "fp8",
         ).create_engine_config()
         number = self.config.model_config.get_total_num_hidden_layers()
-        last = number + 2 if spec is DFLASH else number + 1  # the layers of the drafter end before it
-        numbers = (0, 1, *range(number, last)) if window is None else (0, 1)
+        num_drafters = 0 if spec is None else 2 if spec is DFLASH else 1
+        numbers = (0, 1, *range(number, number + num_drafters))
         self.layers = [f"model.layers.{index}.self_attn.attn" for index in numbers]
         model = self.config.model_config
         heads, width = model.get_total_num_kv_heads(), model.get_head_size()
@@ -89,10 +90,10 @@ class ScheduledEngine:
         groups = [kv.KVCacheGroupSpec(self.layers, kv.FullAttentionSpec(**shape))]
         if window is not None:
             windows = kv.SlidingWindowSpec(**shape, sliding_window=window)
-            groups = [kv.KVCacheGroupSpec([self.layers[0]], groups[0].kv_cache_spec)]
+            groups = [kv.KVCacheGroupSpec([self.layers[0], *self.layers[2:]], groups[0].kv_cache_spec)]
             groups.append(kv.KVCacheGroupSpec([self.layers[1]], windows))
         self._group = {layer: at for at, group in enumerate(groups) for layer in group.layer_names}
-        cache_config = kv.KVCacheConfig(NUM_BLOCKS, [], groups)
+        cache_config = kv.KVCacheConfig(NUM_BLOCKS, [], groups, prefix_cache_retention_interval=retention)
         self.config.cache_config.num_gpu_blocks = NUM_BLOCKS
         module = object() if scale is None else scaled_layer("fp8", scale)
         self.config.compilation_config.static_forward_context = dict.fromkeys(self.layers, module)

@@ -157,6 +157,7 @@ INFO: dict[str, Row] = {
     # Of vLLM servers.
     "truncate_prefill": "it says which prompt the router gives a prefill leg",
     "adapter": "it is in the digest of a leg's ticket",
+    "prefix_extra": "it says how much of a prompt is handed back",
     "tile": "peers compare it in HELLO with the geometries",
     "roles": ENGINE["role"],
 }

@@ -57,7 +57,7 @@ each = pytest.mark.parametrize("name", NAMES)
 
 
 def test_streams_of_all_engines_are_recorded() -> None:
-    assert NAMES == ["vllm", "vllm-windows"]
+    assert NAMES == ["sglang", "vllm", "vllm-windows"]
 
 
 @each

@@ -44,6 +44,7 @@ class FakeLibrary(Library):
         self.batches: list[Batch] = []
         self.begins = "moving"  # the state of new batches
         self.turns = 0
+        self.at_end_of_turn: Callable[[], None] | None = None  # once
         self.added: list[str] = []
         self.removed: list[str] = []
         self.may_take_in = threading.Event()
@@ -85,6 +86,9 @@ class FakeLibrary(Library):
 
     def progress(self) -> None:
         self.turns += 1
+        then, self.at_end_of_turn = self.at_end_of_turn, None
+        if then is not None:
+            then()
 
     def receive_rest(self) -> None:
         assert self.may_take_in.wait(20)
@@ -119,7 +123,9 @@ def eventually(holds: Callable[[], object]) -> None:
 
 @pytest.fixture(params=[True, False], ids=["cuts", "cannot cut"])
 def sides(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Side, Side]]:
-    monkeypatch.setattr(remote_module, "CLOSE_TIMEOUT_S", 0.3)
+    # A thread that misses its wake sleeps for ever.
+    for module, name, seconds in ((remote_module, "CLOSE_TIMEOUT_S", 0.3), (driver, "IDLE_S", 3600.0)):
+        monkeypatch.setattr(module, name, seconds)
     near, far = Side("near", request.param), Side("far", request.param)
     yield near, far
     for side in (near, far):
@@ -250,6 +256,19 @@ def test_copies_that_begin_together_do_not_each_take_a_turn(sides: tuple[Side, S
     eventually(lambda: after)
     # A copy takes two steps. A turn ends after a millisecond, which a busy machine may take for a step.
     assert after[0] - before < 20
+
+
+def test_a_call_runs_though_its_wake_was_taken(sides: tuple[Side, Side]) -> None:
+    """It comes while the thread takes in what a lost peer had sent, at the end of a turn."""
+    own, library, ran = driver_of(sides[0].transport), sides[0].library, threading.Event()
+
+    def progress() -> None:
+        own.post(ran.set)
+        own._take_in()
+
+    library.at_end_of_turn = progress
+    own.lifeline.wake()
+    assert ran.wait(20)
 
 
 def test_a_cancel_does_not_wait_for_what_is_before_it(sides: tuple[Side, Side]) -> None:

@@ -14,7 +14,7 @@ from baton.handoff.protocol.digests import MemoryDigester
 from baton.kv.interval import Interval
 from baton.kv.spec import Owner
 from baton.vllm.geometry import CacheLayout, Granularity, KernelLayout, WorkerHeads, describe_caches, kernel_pages
-from baton.vllm.groups import CacheTable, is_draft, layer_index, split_tables
+from baton.vllm.groups import CacheTable, is_draft, layer_index, split_tables, without_passed_blocks
 
 HEADS, DIM = 2, 8
 
@@ -89,6 +89,26 @@ def test_what_is_wanted_ends_before_the_token_that_is_computed_here() -> None:
     assert draft.wanted(99, 32) == Interval(32, 99)
     # The next query, token 99, sees keys 84 to 99.
     assert window.wanted(99, 32) == Interval(84, 99)
+
+
+@pytest.mark.parametrize(("hit", "start"), [(0, 64), (32, 64), (64, 64), (96, 96)])
+def test_a_window_that_is_to_be_found_again_is_wanted_in_whole_blocks(hit: int, start: int) -> None:
+    """vLLM finds whole blocks alone. With a drafter of hidden states, its entry of the last token is wanted too."""
+    full, draft = split_tables([CacheTable(0, "full", None, 32, names(0, 1))], 1)
+    window = CacheTable(0, "sliding_window", 16, 32, names(0, 1))
+    for group in split_tables([window], 1):
+        assert group.wanted(99, hit, whole=True) == Interval(start, 99)
+    assert full.wanted(99, hit, whole=True) == draft.wanted(99, hit, whole=True) == Interval(hit, 99)
+
+
+@pytest.mark.parametrize(("num_computed", "passed"), [(0, 0), (46, 0), (47, 1), (78, 1), (79, 2)])
+def test_blocks_that_a_window_has_passed_are_nobodys(num_computed: int, passed: int) -> None:
+    """Of 16 tokens, the query after 47 sees the last of the first block no more."""
+    tables = [CacheTable(0, "full", None, 32, names(0)), CacheTable(1, "sliding_window", 16, 32, names(1))]
+    given = ([5, 6, 7], [8, 9, 10])
+    left = [0] * passed + [8, 9, 10][passed:]
+    assert without_passed_blocks(given, tables, num_computed) == ([5, 6, 7], left)
+    assert given == ([5, 6, 7], [8, 9, 10])
 
 
 @pytest.mark.parametrize(

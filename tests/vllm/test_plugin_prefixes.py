@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -15,12 +17,19 @@ from baton.vllm.groups import CacheTable, split_tables
 from baton.vllm.scheduler import SchedulerSide
 from baton.vllm.steps import ClosePrefill, OpenPrefill, StepNews
 from baton.vllm.worker import WorkerSide
-from tests.vllm.test_plugin_scheduler import KEY, PROMPT, Request, side, ticket
+from tests.vllm.test_plugin_scheduler import FULL, KEY, PROMPT, Pool, Request, side, ticket
 
 
-def arrived(engine: SchedulerSide, role: str, t: SignedTicket, prefix: bool = True) -> Request:
-    params: dict[str, Any] = {"role": role, "ticket": sign_ticket(KEY, t), "prefix": prefix}
-    request = Request(f"{role}-1", PROMPT, {"baton": params})
+def arrived(
+    engine: SchedulerSide,
+    role: str,
+    t: SignedTicket,
+    prefix: bool = True,
+    prompt: Sequence[int] = PROMPT,
+    **more: Any,
+) -> Request:
+    params: dict[str, Any] = {"role": role, "ticket": sign_ticket(KEY, t), "prefix": prefix, **more}
+    request = Request(f"{role}-1", prompt, {"baton": params})
     engine.on_new_request(request)
     engine.take_step()
     return request
@@ -63,6 +72,81 @@ def test_a_destination_tells_what_it_need_not_compute(end: str, found: int | Non
     told = None if found is None else {"baton": {"num_tokens": found}}
     assert d.on_finished(request) == (False, told)
     assert d.on_finished(request) == (False, None)
+
+
+@pytest.mark.parametrize(("hit", "comes"), [(0, 9), (4, 5), (9, 0), (12, 0)])
+def test_a_destination_computes_what_follows_the_prefix(hit: int, comes: int) -> None:
+    """It asks for 9 tokens, whose digest the ticket has, of a longer prompt."""
+    d, t = side("D"), ticket()
+    request = arrived(d, "decode", t, prompt=[*PROMPT, 7, 8, 9, 10], num_tokens=9)
+    d.on_admitted([(0, "decode-1")])
+    assert d.num_matched("decode-1", hit) == comes
+    d.on_allocated("decode-1", ([1, 2, 3],), comes)
+    (opened,) = d.take_step().receives
+    assert (opened.num_tokens, opened.hit, opened.parked) == (9, 9 - comes, comes > 0)
+    if comes:
+        d.on_received("decode-1")
+    assert d.on_finished(request) == (False, {"baton": {"num_tokens": 9}})
+
+
+@pytest.mark.parametrize("num_tokens", [8, 10, 11])
+def test_a_leg_of_other_tokens_than_the_tickets_is_refused(num_tokens: int) -> None:
+    d = side("D")
+    arrived(d, "decode", ticket(), prompt=[*PROMPT, 7, 8, 9, 10], num_tokens=num_tokens)
+    assert d.num_matched("decode-1", 0) == 0
+    assert d.refused.total() == 1
+
+
+WINDOW = CacheTable(1, "sliding_window", 4, 4, ())  # the query after 9 tokens sees entries from 6 on
+
+
+@dataclass
+class EvictingPool(Pool):
+    evicted: list[set[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        self.evicted.append(block_ids)
+
+
+@pytest.mark.parametrize(
+    ("whole", "hit", "tile", "evicted"),
+    [(False, 0, 1, [{8}]), (False, 0, 2, [{8}]), (False, 0, 4, []), (False, 8, 1, []), (True, 0, 1, [])],
+)
+def test_a_windows_first_block_is_no_prefix_unless_all_of_it_came(
+    whole: bool, hit: int, tile: int, evicted: list[set[int]]
+) -> None:
+    pool = EvictingPool()
+    d, t = side("D", tables=(FULL, WINDOW), pool=pool, window_tile=tile), ticket()
+    arrived(d, "decode", t, prefix=False, whole_blocks=whole)
+    d.on_admitted([(0, "decode-1")])
+    d.on_allocated("decode-1", ([1, 2, 3], [0, 8, 9]), 9 - hit)
+    assert [opened.whole_blocks for opened in d.take_step().receives] == [whole]
+    assert d.num_matched("other", 0) == 0, "vLLM has not entered it yet"
+    d.on_received("decode-1")
+    assert d.num_matched("other", 0) == (None if evicted else 0)
+    d.on_scheduled("decode-1", 10, None, replace=False)
+    assert d.num_matched("other", 0) == 0
+    assert pool.evicted == evicted
+
+
+@pytest.mark.parametrize("end", ["failed", "aborted before", "aborted after"])
+def test_a_leg_that_ends_otherwise_keeps_nobody_waiting(end: str) -> None:
+    pool = EvictingPool()
+    d, t = side("D", tables=(FULL, WINDOW), pool=pool), ticket()
+    request = arrived(d, "decode", t, prefix=False)
+    d.on_admitted([(0, "decode-1")])
+    d.on_allocated("decode-1", ([1, 2, 3], [0, 8, 9]), 9)
+    if end == "aborted before":
+        d.on_finished(request)
+    d.on_received("decode-1", failed=end == "failed")
+    if end == "aborted after":
+        assert d.num_matched("other", 0) is None
+        d.on_finished(request)
+    assert d.num_matched("other", 0) == 0
+    assert pool.evicted == ([{8}] if end == "aborted after" else [])
 
 
 def test_other_decode_legs_tell_nothing() -> None:

@@ -76,12 +76,13 @@ def side(
     tables: Sequence[CacheTable] = (FULL,),
     pool: Pool | None = None,
     num_workers: int = 1,
+    window_tile: int = 1,
 ) -> SchedulerSide:
     addresses = [f"tcp://127.0.0.1:{rank + 1}" for rank in range(num_workers)]
     identity = VllmIdentity(
         engine, f"inc-{engine}", addresses, "{}", 512, [2], 0, truncate_prefill=truncate, roles=list(roles)
     )
-    return SchedulerSide(identity, KEY, tables, pool or Pool(), clock=lambda: NOW)
+    return SchedulerSide(identity, KEY, tables, pool or Pool(), clock=lambda: NOW, window_tile=window_tile)
 
 
 def leg(role: Literal["prefill", "decode"], t: Ticket, prompt: Sequence[int] | None = PROMPT, **kw: Any) -> Request:
@@ -423,6 +424,8 @@ def test_who_the_engine_is() -> None:
         "tile": 0,
         "adapter": "",
         "moves_prefixes": False,
+        "prefix_multiple": 1,
+        "prefix_extra": 0,
         "vocab_size": 512,
         "eos_token_ids": [2],
         "num_speculative_tokens": 0,

@@ -23,6 +23,10 @@ END_SEQUENCE = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
 MAX_BATCH_BYTES = 16 << 20
 
 
+# SGLang leaves such fields out if they are None; vLLM never does, and demands them.
+_ALWAYS_SENT: Any = msgspec.field(default_factory=lambda: None)
+
+
 class _Event(msgspec.Struct, omit_defaults=True, gc=False, tag=True): ...
 
 
@@ -41,9 +45,9 @@ class BlockStored(_Event):
     parent_block_hash: BlockHash | None
     token_ids: list[int]
     block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
+    lora_id: int | None = _ALWAYS_SENT
+    medium: str | None = _ALWAYS_SENT
+    lora_name: str | None = _ALWAYS_SENT
     extra_keys: list[tuple[Any, ...] | None] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
@@ -57,7 +61,7 @@ class BlockStored(_Event):
 
 class BlockRemoved(_Event):
     block_hashes: list[BlockHash]
-    medium: str | None
+    medium: str | None = _ALWAYS_SENT
     group_idx: int | None = None
     locality: str | None = None
     ownership: str | None = None

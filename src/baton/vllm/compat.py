@@ -303,6 +303,12 @@ def has_prefix_cache(config: Any) -> bool:
     return bool(config.cache_config.enable_prefix_caching)
 
 
+def drops_last_block(config: Any) -> bool:
+    """Whether vLLM computes a prefix hit's last block again."""
+    speculative = config.speculative_config
+    return speculative is not None and bool(getattr(speculative, "use_eagle_block_drop", speculative.use_eagle)())
+
+
 def prefill_multiple(config: Any) -> int:
     return 1 if _delta_nets(config) is None else DELTA_CHUNK
 

@@ -44,10 +44,11 @@ class BatonMetadata(KVConnectorMetadata):
 
 @dataclass
 class BatonHandshake(KVConnectorHandshakeMetadata):
-    """The engine's identity with this worker's agent address, for the scheduler."""
+    """The engine's identity with this worker's agent address, for the scheduler. `window_tile`: see `OpenCache`."""
 
     rank: int
     identity: VllmIdentity
+    window_tile: int
 
 
 @dataclass
@@ -111,7 +112,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             self._draft_slots = RememberedSlots(self._opened.draft_layers)
 
     def get_handshake_metadata(self) -> BatonHandshake | None:
-        return None if self._opened is None else BatonHandshake(self._opened.rank, self._opened.identity)
+        opened = self._opened
+        return None if opened is None else BatonHandshake(opened.rank, opened.identity, opened.window_tile)
 
     def shutdown(self) -> None:
         if self._opened is not None:
@@ -216,6 +218,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             self._pool,
             verify_first=self._config.first_step == "verify",
             close_now=None if worker is None else worker.close_now,
+            window_tile=min(each.window_tile for each in found),
         )
 
     def on_new_request(self, request: Any) -> None:

@@ -54,7 +54,7 @@ class PartialBlocks:
 
     When vLLM continues the request, it enters these blocks into its prefix cache as complete: another prompt that ends
     its hit there would read entries that never came. So they are evicted at the end of that step, before any other
-    prefix lookup. `tile`: tokens that come together.
+    prefix lookup. `tile`: tokens of a window that come together.
     """
 
     def __init__(self, cache_tables: Sequence[CacheTable], pool: BlockPool, tile: int) -> None:
@@ -91,6 +91,17 @@ class PartialBlocks:
             self._pool.evict_blocks(blocks)
 
 
+def without_passed_blocks(
+    tables: Sequence[list[int]], cache_tables: Sequence[CacheTable], num_computed: int
+) -> tuple[list[int], ...]:
+    """With null blocks where windows have passed: vLLM gives those blocks to other requests."""
+    out = list(tables)
+    for cache in cache_tables:
+        if cache.window is not None and any(out[cache.table][: (first := cache.first_block(num_computed))]):
+            out[cache.table] = [0] * first + out[cache.table][first:]
+    return tuple(out)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
     """Layers of one owner that share block table number `table`. `layer_ids` are in the order of `layers`."""
@@ -109,9 +120,12 @@ class LayerGroup:
     def rules(self) -> Rules:
         return Rules(self.kind, self.module, self.window)
 
-    def wanted(self, num_tokens: int, hit: int) -> Interval:
-        """The entries that D asks for, after a prefix hit of `hit` tokens."""
-        return self.rules.wanted(num_tokens, min(hit, num_tokens))
+    def wanted(self, num_tokens: int, hit: int, whole: bool = False) -> Interval:
+        """The entries that D asks for, after a prefix hit of `hit` tokens. `whole`: all of a window's first block."""
+        wanted = self.rules.wanted(num_tokens, min(hit, num_tokens))
+        if whole and self.window is not None:
+            return Interval(wanted.start // self.block_size * self.block_size, wanted.stop)
+        return wanted
 
     def final(self, num_tokens: int, num_computed: int, tile: int) -> int:
         """Of `num_tokens`, tokens [0, this) are final when target and drafter have computed `num_computed`.

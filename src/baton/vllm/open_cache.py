@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 from collections.abc import Iterator, Mapping
@@ -36,7 +37,8 @@ _ROLES = {
 @dataclass(frozen=True, slots=True)
 class OpenCache:
     """One worker's registered KV cache. `rank`: among all workers of the engine. `identity`: the engine's, with this
-    worker's address. `draft_layers`: vLLM's names of the drafter's layers here."""
+    worker's address. `draft_layers`: vLLM's names of the drafter's layers here. `window_tile`: tokens of windows
+    that move as one piece."""
 
     side: WorkerSide
     rank: int
@@ -44,6 +46,7 @@ class OpenCache:
     agent: HandoffAgent
     transport: Transport
     draft_layers: tuple[str, ...] = ()
+    window_tile: int = 1
 
     def close(self) -> None:
         self.agent.close()
@@ -99,15 +102,18 @@ def open_cache(
     side.bind(together)
     draft_layers = tuple(layer for group in groups if group.owner == "draft" for layer in group.layers)
     tile = max((rank.geometry.tile for rank in layout.geometries.values()), default=0)
-    # vLLM does not find a window again that was received.
-    moves_prefixes = compat.has_prefix_cache(config) and all(group.rules.kind in ("full", "mla") for group in groups)
-    identity = _identity(config, settings.kv_transport, whole, agent.address, tile, moves_prefixes)
-    return OpenCache(side, rank, identity, agent, transport, draft_layers)
+    windows = [group.name for group in layout.groups if group.window is not None]
+    window_tile = min((layout.geometries[name].geometry.tile for name in windows), default=1)
+    # vLLM looks for the same prefix in all groups.
+    block = math.lcm(*(group.block_size for group in groups)) if windows else 1
+    identity = _identity(config, settings.kv_transport, whole, agent.address, tile, block)
+    return OpenCache(side, rank, identity, agent, transport, draft_layers, window_tile)
 
 
 def _identity(
-    config: Any, kv_transport: str, whole: JoinedWorkers, address: str, tile: int, moves_prefixes: bool
+    config: Any, kv_transport: str, whole: JoinedWorkers, address: str, tile: int, window_block: int
 ) -> VllmIdentity:
+    """`window_block`: its tokens; 1 without windows."""
     transfer = config.kv_transfer_config
     return VllmIdentity(
         engine_id=str(transfer.engine_id),
@@ -124,7 +130,10 @@ def _identity(
         data_parallel_rank=compat.data_parallel_rank(config),
         sampling_defaults=compat.sampling_defaults(config),
         kv_transport=transport_name(kv_transport),
-        moves_prefixes=moves_prefixes,
+        moves_prefixes=compat.has_prefix_cache(config) and not whole.has_states,
+        prefix_multiple=window_block,
+        # vLLM drops the last block that it finds, and looks for the window before that.
+        prefix_extra=window_block if window_block > 1 and compat.drops_last_block(config) else 0,
     )
 
 

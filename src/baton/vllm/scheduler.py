@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from baton.log_limit import LogLimit
 from baton.sampling_params import SamplingParams
 from baton.vllm.adapters import Adapters, VllmRequest, beside_tokens
 from baton.vllm.first_step import FirstTokens
-from baton.vllm.groups import BlockPool, CacheTable, PartialBlocks
+from baton.vllm.groups import BlockPool, CacheTable, PartialBlocks, without_passed_blocks
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews, Tables
 from baton.wire import BATON_PARAM, LegParams, VllmIdentity, VllmPrefix
 
@@ -50,6 +51,7 @@ class _Decode:
     admitted: set[int] = field(default_factory=set)  # ranks
     receiving: bool = False
     is_prefix: bool = False
+    whole_blocks: bool = False
     hit: int = 0
 
 
@@ -66,7 +68,7 @@ def handoff_digest(tokens: Sequence[int], adapter: str = "") -> bytes:
 class SchedulerSide:
     """The legs in vLLM's scheduler, by request id. `refused` counts refused legs by reason, such as a bad ticket; their
     requests are served without a handoff. `verify_first`: see `PluginConfig.first_step`. `close_now`: the
-    worker's, if it is in this process."""
+    worker's, if it is in this process. `window_tile`: see `OpenCache`."""
 
     def __init__(
         self,
@@ -77,6 +79,7 @@ class SchedulerSide:
         clock: Callable[[], float] = time.monotonic,
         verify_first: bool = False,
         close_now: CloseNow | None = None,
+        window_tile: int = 1,
     ) -> None:
         self.identity = identity
         self.refused: Counter[str] = Counter()
@@ -92,8 +95,8 @@ class SchedulerSide:
         self._held: dict[str, _Prefill] = {}  # finished requests whose blocks are kept
         self._decodes: dict[str, _Decode] = {}
         self._prefixes: dict[str, int] = {}  # tokens that were not computed, of decode legs of hand-backs
-        self._partial = PartialBlocks(cache_tables, pool, max(identity.tile, 1))
-        self._most_missing = 2 * max((cache.block_size for cache in cache_tables), default=0)
+        self._partial = PartialBlocks(cache_tables, pool, window_tile)
+        self._most_missing = 2 * math.lcm(*(cache.block_size for cache in cache_tables))
         self._asked: dict[str, str] = {}  # requests that ask for this engine's identity, with their adapters
         self._adapters = Adapters()
         self._step = StepNews()
@@ -122,6 +125,8 @@ class SchedulerSide:
             return
         whole = params.role == "prefill" and (self.identity.truncate_prefill or params.seed_first_token)
         num_tokens = len(tokens) if whole else self.identity.handed_over(len(tokens))
+        if params.role == "decode" and params.num_tokens:
+            num_tokens = min(num_tokens, params.num_tokens)
         if num_tokens < 1:
             return
         if params.role not in self.identity.roles:
@@ -140,7 +145,8 @@ class SchedulerSide:
             self._step.opened.append(OpenPrefill(request.request_id, ticket, num_tokens, next_token, seeded))
         else:
             assert next_token is not None
-            self._decodes[request.request_id] = _Decode(ticket, num_tokens, is_prefix=params.prefix)
+            leg = _Decode(ticket, num_tokens, is_prefix=params.prefix, whole_blocks=params.whole_blocks)
+            self._decodes[request.request_id] = leg
             traceparent = (getattr(request, "trace_headers", None) or {}).get("traceparent")
             self._step.announced.append(AnnounceDecode(request.request_id, ticket, next_token, traceparent))
 
@@ -224,11 +230,12 @@ class SchedulerSide:
             return
         leg.receiving = num_external > 0
         leg.hit = leg.num_tokens - num_external
-        self._step.receives.append(OpenDecode(request_id, leg.ticket, leg.num_tokens, leg.hit, tables, leg.receiving))
-        if leg.receiving:
-            self._partial.allocated(request_id, leg.num_tokens, leg.hit, tables)
-        else:
+        opened = OpenDecode(request_id, leg.ticket, leg.num_tokens, leg.hit, tables, leg.receiving, leg.whole_blocks)
+        self._step.receives.append(opened)
+        if not leg.receiving:
             self.on_received(request_id)
+        elif not leg.whole_blocks:
+            self._partial.allocated(request_id, leg.num_tokens, leg.hit, tables)
 
     def on_received(self, request_id: str, failed: bool = False) -> None:
         self._partial.received(request_id, failed)
@@ -258,6 +265,7 @@ class SchedulerSide:
             leg.tables = new or ()
         elif new is not None:
             leg.tables = tuple(old + added for old, added in zip(leg.tables, new, strict=True))
+        leg.tables = without_passed_blocks(leg.tables, self._cache_tables, leg.num_computed)
         done = leg.num_computed >= leg.num_tokens
         leg.num_computed = num_computed
         if not done and num_computed >= leg.num_tokens:

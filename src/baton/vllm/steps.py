@@ -57,7 +57,8 @@ class AnnounceDecode:
 @dataclass(frozen=True, slots=True)
 class OpenDecode:
     """vLLM gave blocks to a decode leg of `num_tokens` tokens, the first `hit` are in place. `parked`: the request
-    waits for the rest; else no KV is wanted, but P must be notified.
+    waits for the rest; else no KV is wanted, but P must be notified. `whole_blocks`: all of a window's first block is
+    wanted.
     """
 
     request_id: str
@@ -66,6 +67,7 @@ class OpenDecode:
     hit: int
     tables: Tables
     parked: bool
+    whole_blocks: bool = False
 
 
 @dataclass(slots=True)

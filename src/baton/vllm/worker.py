@@ -252,10 +252,10 @@ class WorkerSide:
             return
         decode.step("park" if receive.parked else "place")
         decode.mark("registered")
-        wanted = {
-            group.name: group.wanted(receive.num_tokens, receive.hit) if receive.parked else Interval(0, 0)
-            for group in self._layout.groups
-        }
+        wanted = dict.fromkeys((group.name for group in self._layout.groups), Interval(0, 0))
+        if receive.parked:
+            ask = (receive.num_tokens, receive.hit, receive.whole_blocks)
+            wanted = {group.name: group.wanted(*ask) for group in self._layout.groups}
         self.agent.open_decode(receive.ticket, receive.num_tokens, wanted, self._layout.kernel_tables(receive.tables))
 
     def _on_event(self, event: ev.HandoffEvent) -> None:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import functools
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
+from baton.handoff.protocol.ticket import request_digest, verify_ticket
 from baton.kv.prefix import ROOT
 from baton.kvevents.config import KVEventsConfig
 from baton.kvevents.publisher import EventPublisher
 from baton.kvevents.recorder import RecordedGroup
 from baton.router import RouterConfig, build_app
 from baton.router.config.policy_config import PolicyConfig
+from baton.sampling_params import SamplingParams
+from baton.wire import LegRole
 from benchmarks.scrape import scrape
 from testkit.servers.fake_serving import KEY, await_engines, served, status_of, until
+from testkit.servers.fake_vllm import FakeVllm
 from testkit.servers.vllm_pair import QUICK, Pair, complete, said
 
 PROMPT = [10 + place % 200 for place in range(60)]
@@ -62,11 +67,11 @@ async def routed(
         yield url, session
 
 
-async def answered(url: str, session: Any, **body: Any) -> dict[str, Any]:
-    """The router's counts of hand-backs after the prompt, whose answer is one server's whatever happens."""
-    status, answer = await complete(session, url, prompt=PROMPT, **body)
+async def answered(url: str, session: Any, num_tokens: int = len(PROMPT), **body: Any) -> dict[str, Any]:
+    """The router's counts of hand-backs after a prompt, whose answer is one server's whatever happens."""
+    status, answer = await complete(session, url, prompt=PROMPT[:num_tokens], **body)
     assert status == 200, answer
-    assert answer["choices"][0]["token_ids"] == said(6, len(PROMPT))
+    assert answer["choices"][0]["token_ids"] == said(6, num_tokens)
     backs: dict[str, Any] = (await status_of(session, url))["hand_backs"]
     return backs
 
@@ -87,6 +92,65 @@ async def test_a_decode_server_hands_back_what_its_events_say(
     assert sent.get("cache_salt") == received.get("cache_salt") == salt
     assert pair.legs()[0] == ["decode", "prefill"], "the prompt's own leg comes afterwards, and nothing is cancelled"
     assert "cancel" not in pair.legs()[1]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "extra", "moved", "destination"),
+    [(60, 0, 32, 33), (60, 16, 32, 49), (40, 16, 16, 33), (HELD, 0, 16, 17)],
+    ids=["windows", "and a drafter", "a shorter prompt", "a prompt that is held"],
+)
+async def test_windows_are_handed_back_in_whole_blocks(
+    directory: Path, tmp_path: Path, num_tokens: int, extra: int, moved: int, destination: int
+) -> None:
+    """The destination computes one block more where it would not find the window otherwise."""
+    pair = Pair(directory)
+    for server in (pair.p, pair.d):
+        server.identity = functools.partial(_with, server.own_identity, prefix_multiple=16, prefix_extra=extra)
+    async with routed(pair, tmp_path) as (url, session):
+        backs = await answered(url, session, num_tokens)
+    assert (backs["completed"], backs["num_tokens"], backs["failures"]) == (1, moved, {})
+    (sent,), received = pair.d.legs("prefill"), pair.p.legs("decode")[0]
+    assert (sent["prompt"], received["prompt"]) == (PROMPT[: moved + 1], PROMPT[:destination])
+    digest = request_digest(PROMPT[:moved], SamplingParams())
+    ends: list[tuple[LegRole, FakeVllm, dict[str, Any]]] = [("prefill", pair.d, sent), ("decode", pair.p, received)]
+    for role, server, leg in ends:
+        params = leg["kv_transfer_params"]["baton"]
+        assert verify_ticket(KEY, params["ticket"], role, server.identity()["clock"]).request_digest == digest
+        assert params.get("num_tokens", 0) == (moved if role == "decode" else 0)
+        assert params.get("whole_blocks", False) == (role == "decode")
+
+
+@pytest.mark.parametrize("seed", [False, True])
+@pytest.mark.parametrize(("blocks", "whole"), [((1, 1), True), ((32, 16), True), ((16, 32), False)])
+async def test_a_decode_server_gets_windows_whole_if_its_blocks_lie_within_those_of_the_prefill_server(
+    directory: Path, seed: bool, blocks: tuple[int, int], whole: bool
+) -> None:
+    pair = Pair(directory, seed=seed)
+    for server, size in zip((pair.p, pair.d), blocks, strict=True):
+        server.identity = functools.partial(_with, server.own_identity, prefix_multiple=size)
+    async with pair.run() as (url, session):
+        assert (await complete(session, url))[0] == 200
+    (leg,) = pair.d.legs("decode")
+    assert leg["kv_transfer_params"]["baton"].get("whole_blocks", False) == whole
+
+
+def _with(identity: Callable[[], dict[str, Any]], **more: Any) -> dict[str, Any]:
+    return identity() | more
+
+
+@pytest.mark.parametrize(
+    ("own", "reason"), [({"prefix_multiple": 64}, "other_blocks"), ({"prefix_extra": 50}, "too_short")]
+)
+async def test_a_destination_that_would_not_find_it_gets_nothing(
+    directory: Path, tmp_path: Path, own: dict[str, Any], reason: str
+) -> None:
+    pair = Pair(directory)
+    pair.p.identity = functools.partial(_with, pair.p.own_identity, **{"prefix_multiple": 16, **own})
+    pair.d.identity = functools.partial(_with, pair.d.own_identity, prefix_multiple=16)
+    async with routed(pair, tmp_path) as (url, session):
+        backs = await answered(url, session)
+    assert (backs["completed"], backs["failures"]) == (0, {reason: 1})
+    assert (pair.d.legs("prefill"), pair.d.legs("cancel")) == ([], [])
 
 
 @pytest.mark.parametrize("salt", ["another", None])

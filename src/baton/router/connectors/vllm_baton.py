@@ -67,16 +67,29 @@ class VllmBatonConnector(VllmConnector):
     ) -> PrefixLeg:
         """Raises `HandoffError` if a server does not take its leg."""
         p, d = VllmClient.of(source), VllmClient.of(destination)
-        for client, role in ((p, "prefill"), (d, "decode")):
-            identity = self._identities.get(client.url)
-            if identity is None or not identity.moves_prefixes:
-                raise HandoffError("no_prefix_cache", f"{client.url} has none, or states or windows")
-            if role not in identity.roles:
-                raise HandoffError("no_such_role", f"{client.url} takes no {role} legs: kv_both would")
-        wire = prefix_request(request, expected + 1)
-        handed_over = self._handed_over(p, expected + 1)
-        ticket = self._ticket(wire, source, destination, mode, handed_over)
-        return VllmPrefixMove(p, d, wire, ticket, handed_over).leg
+        sends, receives = self._handing_back(p, "prefill"), self._handing_back(d, "decode")
+        multiple, extra = receives.prefix_multiple, receives.prefix_extra
+        if not self._moves_whole(p, d):
+            sizes = f"blocks of {sends.prefix_multiple} and {multiple} tokens"
+            raise HandoffError("other_blocks", f"{p.url} and {d.url} have windows in {sizes}")
+        num_tokens = min(expected, len(request.prompt_token_ids) - 1 - extra) // multiple * multiple
+        wire, longer = prefix_request(request, num_tokens + 1), prefix_request(request, num_tokens + extra + 1)
+        ticket = self._ticket(wire, source, destination, mode, num_tokens)
+        return VllmPrefixMove(p, d, wire, longer, ticket, num_tokens).leg
+
+    def _moves_whole(self, source: VllmClient, destination: VllmClient) -> bool:
+        """Whether each block of a window at the destination lies within one of the source."""
+        sends, receives = (self._identities.get(client.url) for client in (source, destination))
+        return sends is not None and receives is not None and sends.prefix_multiple % receives.prefix_multiple == 0
+
+    def _handing_back(self, client: VllmClient, role: LegRole) -> VllmIdentity:
+        """Raises `HandoffError` if a server does not take legs of hand-backs."""
+        identity = self._identities.get(client.url)
+        if identity is None or not identity.moves_prefixes:
+            raise HandoffError("no_prefix_cache", f"{client.url} has none, or states")
+        if role not in identity.roles:
+            raise HandoffError("no_such_role", f"{client.url} takes no {role} legs: kv_both would")
+        return identity
 
     def _in_turn(
         self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine, ticket: str
@@ -95,7 +108,7 @@ class VllmBatonConnector(VllmConnector):
             more = msgspec.structs.replace(
                 request, prompt_token_ids=tokens + sampled, num_prompt_tokens=len(tokens) - known
             )
-            offered = LegParams(role="decode", ticket=ticket)
+            offered = LegParams(role="decode", ticket=ticket, whole_blocks=self._moves_whole(p, d))
             return d.leg(more, leg_params(offered), is_padded=self._computes_one(d))
 
         return in_turn(first, then)
@@ -105,7 +118,7 @@ class VllmBatonConnector(VllmConnector):
     ) -> dict[LegRole, LegSource]:
         p, d = VllmClient.of(prefill), VllmClient.of(decode)
         tokens, offered = request.prompt_token_ids, leg_params(LegParams(role="prefill", ticket=ticket))
-        wanted = LegParams(role="decode", ticket=ticket)
+        wanted = LegParams(role="decode", ticket=ticket, whole_blocks=self._moves_whole(p, d))
         decoding = d.leg(request, leg_params(wanted), is_padded=self._computes_one(d))
         if self._truncates(p):
             short = _shortened(request, self._handed_over(p, len(tokens)))

@@ -41,23 +41,32 @@ def leg_params(leg: LegParams) -> dict[str, object]:
 
 @dataclass(slots=True)
 class VllmPrefixMove:
-    """One hand-back. `request`: from `prefix_request`. `handed_over`: how many of its tokens the source hands over."""
+    """One hand-back. `request` and `longer`: the source's and the destination's, from `prefix_request`. `handed_over`:
+    how many of their tokens the source hands over."""
 
     source: VllmClient
     destination: VllmClient
     request: GenerateRequest
+    longer: GenerateRequest
     ticket: str
     handed_over: int
     _sending: asyncio.Future[None] | None = field(default=None, init=False)
     _received: bool = field(default=False, init=False)
 
     def leg(self, role: LegRole, prefix_len: int, window_start: int, most_missing: int | None) -> Chunks:
-        """A `PrefixLeg`. The decode leg begins after the prefill leg's first chunk, which comes at once."""
-        return self._send() if role == "prefill" else self._receive()
+        """A `PrefixLeg`. The decode leg begins after the prefill leg's first chunk, which comes at once. Raises
+        `HandoffError` for too few tokens."""
+        if role == "decode":
+            return self._receive()
+        enough = most_missing is None or prefix_len - self.handed_over <= most_missing
+        if not enough or self.handed_over < 1:
+            raise HandoffError("too_short", f"{self.handed_over} tokens can be handed back to {self.destination.url}")
+        return self._send()
 
     async def _send(self) -> Chunks:
         """Raises the errors of `VllmClient.leg`."""
-        leg = self.source.leg(self.request, self._params("prefill"))
+        params = LegParams(role="prefill", ticket=self.ticket, prefix=True)
+        leg = self.source.leg(self.request, leg_params(params))
         self._sending = asyncio.ensure_future(read_to_end(leg))
         try:
             yield TokenChunk(request_id=self.request.request_id, num_cached_tokens=self.handed_over)
@@ -73,7 +82,10 @@ class VllmPrefixMove:
         `HandoffError` if the destination did not get all.
         """
         assert self._sending is not None
-        asked = self.destination.first_token(self.request, self._params("decode"))
+        params = LegParams(
+            role="decode", ticket=self.ticket, prefix=True, num_tokens=self.handed_over, whole_blocks=True
+        )
+        asked = self.destination.first_token(self.longer, leg_params(params))
         receiving = asyncio.ensure_future(asked)
         both: list[asyncio.Future[Any]] = [receiving, self._sending]
         try:
@@ -90,9 +102,6 @@ class VllmPrefixMove:
             raise HandoffError(reason, f"{num_tokens} of {self.handed_over} tokens are at {self.destination.url}")
         self._received = True
         yield msgspec.structs.replace(chunk, token_ids=[], position=None, num_cached_tokens=num_tokens)
-
-    def _params(self, role: LegRole) -> dict[str, object]:
-        return leg_params(LegParams(role=role, ticket=self.ticket, prefix=True))
 
 
 def _found(told: Mapping[str, object]) -> int:
