@@ -98,9 +98,9 @@ def _cache_of(samples: Sequence[Sample]) -> Mapping[str, str]:
 
 
 async def ask_identity(client: OpenAIClient, model: Model) -> tuple[VllmIdentity | None, Reading | None]:
-    """Ask by a completion of one token, as routers do; other connectors ignore its parameters."""
+    """Ask by a greedy completion of one token, as routers do; other connectors ignore its parameters."""
     params = {BATON_PARAM: msgspec.to_builtins(LegParams(role="identify"))}
-    body = {"model": model.id, "prompt": [0], "max_tokens": 1, "kv_transfer_params": params}
+    body = {"model": model.id, "prompt": [0], "max_tokens": 1, "temperature": 0, "kv_transfer_params": params}
     asked = time.monotonic()
     found = (await client.complete(body)).kv_transfer_params or {}
     if BATON_PARAM not in found:
