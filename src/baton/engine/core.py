@@ -268,7 +268,7 @@ class EngineCore:
     def _finalise_request(self, request: Request, start: int) -> None:
         """`start`: the first of its rows in this step."""
         if request.finish_reason is not None:
-            # Entries that depend on this step's tokens were computed from drafts.
+            # Entries that depend on this step's tokens came from drafts.
             known = max(start + 1, request.prefill_len)
             request.num_drafted = max(0, min(request.num_drafted, known - self._reach))
         self._enter(request)

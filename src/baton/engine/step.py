@@ -141,8 +141,9 @@ class StepRunner:
     def _emit_tokens(
         self, scheduled: Sequence[ScheduledRows], sampled: Sequence[SampledRequest], result: StepResult, began: float
     ) -> dict[Request, Exception]:
-        """Verify drafts, and append and emit each request's tokens. Returns the requests that fail. `began`: when the
-        forward did, by the timer of `adaptive`."""
+        """Verify drafts; append and emit each request's tokens. Returns the requests that fail. `began`: the forward's
+        start, by the timer of `adaptive`.
+        """
         failed: dict[Request, Exception] = _note_scores(scheduled, result.scores)
         choices = result.choices.tolist()
         any_first = any(one.request.num_output == 0 for one in sampled)

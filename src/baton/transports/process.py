@@ -38,7 +38,7 @@ def check_contact(contact: Contact) -> None:
 
 
 class ProcessWatch:
-    """Sees a process of this host die. Those of another host or pid namespace are never seen dead."""
+    """Sees a process of this host and pid namespace die, never another."""
 
     def __init__(self, pid: int, start_time: str, host_key: str) -> None:
         self._owner = pid, start_time

@@ -137,7 +137,7 @@ class _Assignment:
         self._sizes = {file: file.stat().st_size for file in weight_files(path)}
 
     def _name(self, stored: str) -> str | None:
-        """The module's name of a tensor, or of the weight of which it is a part; None: not read."""
+        """The module's name of a tensor, or of the weight it is a part of; None: not read."""
         name = self._rename(stored)
         if name is not None and self._quantized is not None:
             weight = self._quantized.name(stored)

@@ -39,7 +39,7 @@ def load_model(
     """Load this rank's part of a checkpoint.
 
     `dtype` "auto": the checkpoint's own. `quantization`: see `Build`. Raises `CheckpointError`, and `ConfigError` if
-    the model cannot be cut for so many ranks or quantised here.
+    the model cannot be split over the ranks, or quantised here.
     """
     raw = text_config(read_config(path))
     cls = model_class(raw.get("model_type"))

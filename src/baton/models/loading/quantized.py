@@ -15,7 +15,7 @@ _IGNORED = ("input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "inp
 
 
 class QuantizedWeights:
-    """Joins the parts of quantised weights, which come in any order."""
+    """Joins the parts of quantised weights, in any order."""
 
     def __init__(self, scheme: Scheme, names: Collection[str]) -> None:
         """`names`: all stored. Layers without the scheme's mark are not quantised."""
@@ -24,7 +24,7 @@ class QuantizedWeights:
         self._waiting: dict[str, dict[str, Tensor]] = {}
 
     def name(self, stored: str) -> str | None:
-        """The weight of which a stored tensor is a part, or its own name. None: ignored."""
+        """The weight that a stored tensor is a part of, or its own name. None: ignored."""
         stem, _, part = stored.rpartition(".")
         if part in _IGNORED:
             return None

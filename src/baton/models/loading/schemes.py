@@ -1,4 +1,4 @@
-"""Quantised weights and what they stand for: computation is in full precision.
+"""Quantised weights, dequantised: computation is in full precision.
 
 Formats: block-wise FP8 (DeepSeek-V3, arXiv:2412.19437, 3.3), compressed-tensors (FP8, INT8 and packed INT4), GPTQ
 (arXiv:2210.17323) and AWQ (arXiv:2306.00978). A config's quantisation of activations is not applied.
@@ -233,7 +233,7 @@ def _spread(part: Tensor, shape: torch.Size, block: ScaleBlock | None) -> Tensor
 
 
 def scheme_of(raw: RawConfig) -> Scheme | None:
-    """None for weights that are not quantised. Raises `CheckpointError` naming what is not supported."""
+    """None for unquantised weights. Raises `CheckpointError` naming what is unsupported."""
     found = quantization_of(raw)
     return None if found is None else _SCHEMES[found.form](found)
 

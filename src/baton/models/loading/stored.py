@@ -163,7 +163,7 @@ class StoredTensors:
         return self._names.get(stored) or self._rename(stored)
 
     def check_layers(self, num_layers: int) -> None:
-        """Raises `CheckpointError` if the last layers are not stored, before a model of any size is made."""
+        """Raises `CheckpointError` if the last layers are missing, before a model of any size is made."""
         last = max((layer for name in self._names.values() if (layer := layer_index(name)) is not None), default=-1)
         if -1 < last < num_layers - 1:
             given = f"num_hidden_layers is {num_layers}"
