@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 
 from baton.errors import ConfigError
+
+# Timers cannot wait for infinity.
+MAX_SECONDS = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,29 @@ def declared_settings(kind: type) -> dict[str, DeclaredSetting]:
                 default = None if field.default is dataclasses.MISSING else field.default
                 found[field.name] = DeclaredSetting(field.name, hint.__origin__, default, setting)
     return found
+
+
+def json_object(name: str, value: str | dict[str, Any] | None) -> dict[str, Any] | None:
+    """A setting's JSON object. Raises `ConfigError` naming the setting, also for a key that is given twice: JSON takes
+    the last."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            raise ConfigError(name, f"has {next(key for key in keys if keys.count(key) > 1)} twice")
+        return found
+
+    if value is None:
+        return None
+    if isinstance(value, str):
+        try:
+            value = json.loads(value, object_pairs_hook=once)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(name, f"is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(name, "must be a JSON object")
+    return value
 
 
 def check_settings(settings: Any) -> None:

@@ -6,7 +6,9 @@ from urllib.parse import SplitResult, urlsplit
 
 
 def split_http_url(url: str) -> SplitResult | None:
-    """None for another scheme, without a host, or with a malformed port or IPv6 address."""
+    """None for another scheme, without a host, with a malformed port or IPv6 address, or with spaces."""
+    if " " in url or not url.isprintable():
+        return None
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and parts.hostname is not None and parts.port != 0

@@ -15,6 +15,10 @@ MAX_ADAPTER_CHARS = 1024
 # The objective of requests without one: others overtake them for this long only.
 UNHURRIED_S = 60.0
 MAX_TICKET_CHARS = 24 * 1024  # holds the control addresses of all ranks
+# Exact in any JSON reader.
+WholeNumber = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
+NumDrafts = Annotated[int, msgspec.Meta(ge=0, le=1024)]
+EngineId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 MAX_PRIORITY = 1 << 31
 Priority = Annotated[int, msgspec.Meta(gt=-MAX_PRIORITY, lt=MAX_PRIORITY)]
@@ -108,7 +112,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     """`top`: the most likely tokens, best first. `rank`: set for prompt tokens; 1 is the most likely."""
 
     logprob: float
-    top: list[tuple[int, float]] = []
+    top: list[tuple[TokenId, float]] = []
     rank: int = 0
 
 
@@ -155,12 +159,12 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     position: int | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    accepted: list[int] = []
-    drafted: list[int] = []
+    accepted: list[NumDrafts] = []
+    drafted: list[NumDrafts] = []
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
-    num_cached_tokens: int = 0
-    window_start: int = 0
+    num_cached_tokens: WholeNumber = 0
+    window_start: WholeNumber = 0
     queued_s: float | None = None
     timings: LegTimings | None = None
     error: str | None = None
@@ -179,13 +183,13 @@ class EngineIdentity(msgspec.Struct, frozen=True):
     - `kv_transport`: the `transports.registry.transport_name`; empty: unknown, or no handoffs.
     """
 
-    engine_id: str
+    engine_id: EngineId
     incarnation: str
     control_addresses: list[str]
     fingerprint: str
-    vocab_size: int
+    vocab_size: WholeNumber
     eos_token_ids: list[int]
-    num_speculative_tokens: int
+    num_speculative_tokens: NumDrafts
     clock: float = 0.0
     data_parallel_rank: int | None = None
     sampling_defaults: SamplingDefaults = NO_DEFAULTS
@@ -209,11 +213,11 @@ class EngineInfo(EngineIdentity, frozen=True, kw_only=True):
     role: Role
     model: str
     model_path: str
-    max_model_len: int
-    kv_tokens: int = 0
-    prefix_step: int = 0
-    prefix_multiple: int = 1
-    max_num_seqs: int = 0
+    max_model_len: WholeNumber
+    kv_tokens: WholeNumber = 0
+    prefix_step: WholeNumber = 0
+    prefix_multiple: Annotated[int, msgspec.Meta(ge=1, le=2**53 - 1)] = 1
+    max_num_seqs: WholeNumber = 0
     batch_invariant: bool
     default_seed: int | None = None
     token_api: bool = True
@@ -289,12 +293,12 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """`GET /inference/v1/load`. `num_prefix_queries`, `num_prefix_hits`: prompt tokens looked up and found in its
     prefix cache since it started, or 0."""
 
-    num_running: int
-    num_waiting: int
-    num_handoffs: int
-    kv_usage: float
-    num_referenced_pages: int
-    num_quarantined_pages: int
-    num_cached_pages: int
-    num_prefix_queries: int = 0
-    num_prefix_hits: int = 0
+    num_running: WholeNumber
+    num_waiting: WholeNumber
+    num_handoffs: WholeNumber
+    kv_usage: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+    num_referenced_pages: WholeNumber
+    num_quarantined_pages: WholeNumber
+    num_cached_pages: WholeNumber
+    num_prefix_queries: WholeNumber = 0
+    num_prefix_hits: WholeNumber = 0

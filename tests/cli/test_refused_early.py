@@ -16,6 +16,7 @@ from baton import cli
 from baton.cli import serve
 from baton.cli.flag_sources import named_after_source
 from baton.cli.roles import RoleOptions
+from baton.cli.serve import FleetOptions
 from baton.engine.config import EngineConfig
 from baton.engine.memory.sizes import check_sizes
 from baton.errors import ConfigError
@@ -61,6 +62,15 @@ def directory(tmp_path: Path) -> Path:
         (["--reasoning-parser", "none"], "reasoning_parser: "),
         (["--allowed-origins", "*"], "allowed_origins: must be a JSON list"),
         (["--chat-template", "{% if %}"], "the chat template does not compile"),
+        (["--api-key", ""], "api_key: must not be empty"),
+        (["--host", ""], "host: must be an address or a name"),
+        (["--config", ""], "config: is empty"),
+        (["--block-size", "16,draft=8,draft=4"], "block_size: has two sizes for draft: 16,draft=8,draft=4"),
+        (["--block-size", "16,8"], "block_size: has two sizes for all other groups: 16,8"),
+        (["--speculative-config", '{"method": "ngram", "method": "mtp"}'], "speculative_config: has method twice"),
+        (["--kv-events-config", '{"hwm": 1, "hwm": 2}'], "kv_events_config: has hwm twice"),
+        (["--kv-transfer-config", '{"prefix_store": "file://x"}'], "prefix_store: must be file:///DIRECTORY, got '"),
+        (["--override-generation-config", '{"max_new_tokens": 0}'], "config: max_new_tokens must be between 1 and"),
     ],
 )
 def test_one_line_before_anything_is_loaded(
@@ -72,6 +82,30 @@ def test_one_line_before_anything_is_loaded(
     message: str,
 ) -> None:
     assert message in refused([command, str(directory), "--port", "0", *flags], monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--policy", "nosuch"], "policy: must be one of cache_aware, "),
+        (["--decode-policy", "nosuch"], "decode_policy: must be one of cache_aware, "),
+        (["--policy-config", '{"hand_back": true, "hand_back": false}'], "policy_config: has hand_back twice"),
+        (["--policy-config", '{"overload_kv_usage": 90}'], "overload_kv_usage must be a share of the KV, 0 to 1"),
+        (["--trace", "/nowhere/trace.json"], "trace: cannot be written"),
+        (["--otlp-traces-endpoint", "localhost:4318"], "otlp_traces_endpoint: must be like http://"),
+    ],
+)
+@pytest.mark.parametrize("command", [["up", "MODEL"], ["router", "--both", "http://127.0.0.1:1", "--workers", "2"]])
+def test_routing_is_checked_before_there_are_processes(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
+    flags: list[str],
+    message: str,
+) -> None:
+    arguments = [str(directory) if one == "MODEL" else one for one in command]
+    assert message in refused([*arguments, "--port", "0", *flags], monkeypatch, capsys)
 
 
 def test_a_router_that_serves_nobody(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,6 +162,9 @@ def test_an_error_names_the_file(
 
 def test_an_error_of_an_engine_names_what_was_given(tmp_path: Path) -> None:
     """As `up` names what its engines refuse: the flag of their role, or the part of a flag that holds the setting."""
+    taken = ConfigError("port", "8000 on 127.0.0.1 is already in use")
+    assert str(FleetOptions(engine_port_base=8000).named(taken)) == f"engine_port_base: {taken.message}"
+    assert FleetOptions().named(taken) is taken
     roles = RoleOptions(decode_block_size="16,mla=8")
     error = ConfigError("block_size", "there is no group 'mla'")
     assert str(roles.named("decode", error)) == "decode_block_size: there is no group 'mla'"
@@ -153,6 +190,7 @@ def refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytes
         cli.main(arguments)
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(" [config]")
     return line
 
 

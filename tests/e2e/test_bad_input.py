@@ -67,7 +67,7 @@ def test_a_setting_that_only_an_engine_of_up_refuses(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("BATON_FLAG_KV_CACHE_MEMORY", "4096")
     line = refuse("up", MODEL, "--port", "0")
     assert line.startswith("error: kv_cache_memory: in the variable BATON_FLAG_KV_CACHE_MEMORY: must be at least ")
-    assert re.search(r"\((prefill|decode)-0 did not start\)$", line)
+    assert re.search(r"\((prefill|decode)-0 did not start\) \[config\]$", line)
 
 
 def test_unknown_flag() -> None:
@@ -81,7 +81,8 @@ def test_unknown_flag() -> None:
 def test_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert refuse("serve", MODEL, "--port", str(port)) == f"error: port: {port} on 127.0.0.1 is already in use"
+        said = f"error: port: {port} on 127.0.0.1 is already in use [config]"
+        assert refuse("serve", MODEL, "--port", str(port)) == said
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,27 @@ def test_a_field_that_is_not_served_is_refused_by_name(ask: Any) -> None:
         assert str(malformed.value.param).startswith(name), "it is looked at"
 
 
+@pytest.mark.parametrize("value", [[], {}])
+@pytest.mark.parametrize("name", ["stop", "tools", "logit_bias", "response_format", "stream_options", "tool_choice"])
+def test_empty_lists_and_objects_count_as_absent(name: str, value: Any) -> None:
+    assert getattr(chat(**{name: value}), name) is None
+
+
+def test_what_an_empty_value_does_not_excuse() -> None:
+    with pytest.raises(RequestError, match="stream_options needs stream"):
+        chat(stream_options={"include_usage": True})
+    with pytest.raises(RequestError, match="ticket is not a client's"):
+        chat(ticket={})
+    assert chat(messages=[]).messages == [], "a field that is needed"
+
+
+@pytest.mark.parametrize("key", ["a", " 1", "01", ""])
+def test_a_bad_key_is_named_by_its_field(key: str) -> None:
+    with pytest.raises(RequestError, match=r"^logit_bias: a key: Expected `int`, got `str`$") as refused:
+        completion(logit_bias={key: 1.0})
+    assert refused.value.param == "logit_bias"
+
+
 def test_fields_that_are_supported_in_part_are_refused_by_name(tokenizer: Tokenizer) -> None:
     model = ServedModel("fake", tokenizer, 256, 258, 0)
     with pytest.raises(RequestError, match="echo is for completions"):

@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+import tokenizers
 
 from baton.server import build_app
 from baton.text import Tokenizer
@@ -99,6 +100,23 @@ async def test_offsets_go_on_after_an_echo(app: aiohttp.web.Application) -> None
     assert choice.logprobs.text_offset is not None
     assert choice.logprobs.text_offset[:6] == [0, 0, 1, 6, 7, 7]
     assert choice.text[choice.logprobs.text_offset[-1]] == "z"
+
+
+async def test_an_echo_begins_with_the_text_that_was_sent(directory: Path) -> None:
+    """Not with the BOS that the tokenizer has added, which still has its logprob."""
+    backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    bos = ("<bos>", backend.token_to_id("<bos>"))
+    backend.post_processor = tokenizers.processors.TemplateProcessing(single="<bos> $A", special_tokens=[bos])
+    backend.save(str(directory / "tokenizer.json"))
+    asked: dict[str, Any] = {"model": "fake", "max_tokens": 20, "logprobs": 1, "echo": True}
+    app = build_app(Scoring(directory), Tokenizer.load(directory))  # type: ignore[arg-type]
+    async with served(app) as url, client_of(url) as client:
+        added, given = (await client.completions.create(prompt=["é<eos>b", "<bos>c"], **asked)).choices
+        (ids,) = (await client.completions.create(prompt=[bos[1], 99], **asked)).choices
+    assert added.logprobs is not None
+    assert (added.text, given.text) == (f"é<eos>b{TEXT}z", f"<bos>c{TEXT}z")
+    assert (added.logprobs.text_offset or [])[:7] == [0, 0, 0, 1, 6, 7, 7]
+    assert ids.text.startswith("<bos>"), "of token ids all are shown"
 
 
 async def test_tokens_that_are_spelt_alike_are_all_told(directory: Path) -> None:

@@ -295,6 +295,7 @@ async def test_malformed_bodies_and_wrong_paths(directory: Path, session: aiohtt
         assert status == 404
         async with session.get(f"{url}/v1/completions") as response:
             assert response.status == 405
+            assert response.headers["Allow"] == "POST"
             assert "error" in await response.json()
 
 

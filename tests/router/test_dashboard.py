@@ -16,7 +16,7 @@ from baton.router import RouterConfig, build_app
 from baton.router.timers import RouterTimers
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
-from testkit.servers.fake_serving import ADMIN_TOKEN, FakeEngine, served, status_of
+from testkit.servers.fake_serving import ADMIN_TOKEN, KEY, FakeEngine, served, status_of
 from testkit.servers.fleets import QUICK, Cluster, complete
 from tests.router.test_acceptance import named
 from tools.browser.chromium import CHROMIUM, browser
@@ -40,6 +40,21 @@ def test_the_page_is_self_contained() -> None:
     assert "innerHTML" not in page.html, "texts of engines and clients are never markup"
     assert "unsafe" not in page.policy
     assert page.policy.startswith("default-src 'none'")
+
+
+async def test_an_answer_to_head_has_no_body(directory: Path) -> None:
+    """Else a client or proxy would take it for the next answer on the connection."""
+    app = await build_app(RouterConfig(both=("http://127.0.0.1:1",), ticket_key=KEY))
+    paths = sorted({route.resource.canonical for route in app.router.routes() if route.resource is not None})
+    async with served(app) as url:
+        host, _, port = url.removeprefix("http://").partition(":")
+        for path in [path for path in paths if "{" not in path]:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            for method, asked in (("HEAD", path), ("GET", "/version")):
+                writer.write(f"{method} {asked} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            for _ in range(2):
+                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 "), path
+            writer.close()
 
 
 async def test_events_have_all_that_the_page_shows(directory: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
-from baton.errors import BatonError, EngineLostError, EngineUnavailableError
-from baton.router.join import join_legs
+from baton.errors import BatonError, EngineLostError, EngineUnavailableError, ProtocolError
+from baton.router.join import Joined, join_legs
 from baton.router.leg_tasks import Chunks, LegItems
-from baton.wire import TokenChunk
+from baton.sampling_params import SamplingParams
+from baton.wire import GenerateRequest, TokenChunk, TokenLogprobs
 
 
 @pytest.mark.parametrize("by_watch", [True, False], ids=["given up by the watch", "its connection broke"])
@@ -96,3 +98,14 @@ async def test_the_decode_leg_does_not_wait_for_a_long_prefill() -> None:
 async def test_the_decode_leg_begins_when_the_prefill_leg_is_lost() -> None:
     """A decode engine may recover alone, or report what it lacks."""
     assert await asyncio.wait_for(joined(60.0, fails=True), 30) == ["decode begins", "decode token"]
+
+
+@pytest.mark.parametrize("scores", [[], [None], [None] * 3])
+def test_logprobs_of_another_number_of_tokens_are_no_answer(scores: list[TokenLogprobs | None]) -> None:
+    asked = GenerateRequest(request_id="r", prompt_token_ids=[1, 2], sampling_params=SamplingParams(prompt_logprobs=0))
+    told = msgspec.structs.replace(CHUNK, prompt_logprobs=[None, TokenLogprobs(-1.0)])
+    assert Joined(asked).push(told) is told
+    with pytest.raises(ProtocolError, match="logprobs came for a prompt of 2 tokens"):
+        Joined(asked).push(msgspec.structs.replace(told, prompt_logprobs=scores))
+    with pytest.raises(ProtocolError, match="2 logprobs came with 1 tokens"):
+        Joined(asked).push(msgspec.structs.replace(CHUNK, logprobs=[TokenLogprobs(-1.0)] * 2))

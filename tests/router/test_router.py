@@ -149,6 +149,19 @@ async def test_a_request_that_no_engine_can_compute_is_a_400_and_tried_once(dire
         assert len(setup.decode.requests) <= 1  # its leg waits for a token
 
 
+@pytest.mark.parametrize("fail", ["nothing left", "refuse"])
+async def test_what_clients_do_wrong_raises_no_alarm(directory: Path, fail: str) -> None:
+    """Five failed requests of the last twenty are one, and each failed handoff is counted for operators."""
+    setup = Setup(directory)
+    setup.prefill.fail = fail
+    async with setup.run() as (url, session):
+        statuses = [(await complete(session, url, max_tokens=9))[0] for _ in range(6)]
+        assert statuses == [400] * 6
+        state = await status_of(session, url)
+        assert state["alarms"] == []
+        assert (state["handoffs"]["failed"], state["handoffs"]["aborted"], state["handoffs"]["failures"]) == (0, 6, {})
+
+
 async def test_client_disconnect_closes_both_legs(directory: Path) -> None:
     setup = Setup(directory, step_s=0.02)
     async with setup.run() as (url, session):

@@ -14,7 +14,8 @@ from baton.router import RouterConfig, build_app
 from baton.router.scrape import Shared
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
-from testkit.servers.fake_serving import KEY, FakeEngine, served, until
+from testkit.servers.fake_serving import KEY, FakeEngine, served, status_of, until
+from testkit.servers.fleets import QUICK
 
 
 @pytest.mark.parametrize(("path", "asked"), [("/metrics", "/metrics"), ("/status", "/inference/v1/load")])
@@ -74,3 +75,27 @@ async def test_a_client_that_leaves_takes_no_answer_from_others() -> None:
     with pytest.raises(ValueError):
         await shared.get()
     assert await shared.get() == 3
+
+
+async def test_an_engine_that_was_never_known_and_drains() -> None:
+    """Its metrics are shown under its URL: a draining server still answers there."""
+
+    async def info(request: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "this server is shutting down", "code": "draining"}}, status=503)
+
+    async def metrics(request: web.Request) -> web.Response:
+        return web.Response(text="# TYPE pages gauge\npages 7.0\n")
+
+    app = web.Application()
+    app.router.add_get("/inference/v1/info", info)
+    app.router.add_get("/metrics", metrics)
+    async with contextlib.AsyncExitStack() as stack:
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        engine = await stack.enter_async_context(served(app))
+        config = RouterConfig(both=(engine,), ticket_key=KEY, timers=QUICK)
+        url = await stack.enter_async_context(served(await build_app(config)))
+        while not (await status_of(session, url))["engines"][0]["draining"]:
+            await asyncio.sleep(0.01)
+        async with session.get(f"{url}/metrics") as response:
+            assert response.status == 200
+            assert f'pages{{engine="{engine}",role="both"}} 7.0' in await response.text()

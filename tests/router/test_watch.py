@@ -50,9 +50,11 @@ async def test_a_routers_state_as_text(directory: Path, capsys: pytest.CaptureFi
         await asyncio.to_thread(status_command, url, True)
         assert json.loads(capsys.readouterr().out)["ready"] is True
         state = await status_of(session, url)
-    state["alarms"] = ["acceptance of decode-0 is too low", "\x1b[31mred"]
+    state["alarms"] = ["acceptance of decode-0 is too low", "\x1b[31mred", "one\nALARM: another"]
+    state["engines"][0]["info"]["engine_id"] = "p\nALARM: forged"
     text = status_text(state)
     assert "\x1b" not in text
+    assert text.count("\nALARM: ") == len(state["alarms"]), "no name or message begins a line"
     assert "ALARM: acceptance of decode-0 is too low" in text
 
 
@@ -126,10 +128,27 @@ async def test_other_servers_are_refused_with_what_they_are(command: str, what: 
             await COMMANDS[command](url, limits=Limits(num_bytes=1 << 10))
 
 
-async def test_other_events_are_no_routers() -> None:
-    async with stranger(EVENTS + b"data: {}\n\n") as url:
+SHAPES: list[Any] = [
+    {},
+    [],
+    "alarms",
+    {"engines": [], "decisions": {}, "alarms": []},
+    {"ready": True, "alarms": [], "engines": [{"url": 7}]},
+    {"ready": True, "alarms": None, "engines": []},
+    {"ready": True, "alarms": [], "engines": [], "handoffs": [], "recoveries": {}, "decisions": {"summary": ""}},
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("state", SHAPES)
+async def test_another_state_is_no_routers(command: str, state: Any) -> None:
+    told = json.dumps(state).encode()
+    answer = OK + b"Content-Length: %d\r\n\r\n" % len(told) + told
+    if command == "top":
+        answer = EVENTS + b"data: " + told + b"\n\n"
+    async with stranger(answer) as url:
         with pytest.raises(ProtocolError, match="is not a router"):
-            await watch_events(url, live=False)
+            await COMMANDS[command](url)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from pathlib import Path
 
@@ -61,7 +62,9 @@ CASES = [
     (["serve", "MODEL", "--port", "0", "--kv_cache_memory=2G", "--dtype", "x"], "dtype: must be one of"),
     (["router", "--port", "0", "--keys", "MODEL"], "ticket.key does not exist"),
     (["keys", "--output", "TMP/keys", "--engines", "ok,../x"], "'../x' is no engine id"),
+    (["keys", "--output", ""], "output: is empty"),
     (["router", "--port", "0", "--both", "nonsense"], "'nonsense' is not a base URL"),
+    (["router", "--port", "0", "--both", "http://a b:1"], "'http://a b:1' is not a base URL"),
     (["router", "--port", "0", "--seed-first-token"], "seed_first_token: is for --engine vllm"),
     (["router", "--port", "0", "--kv-connector", "NixlConnector"], "kv_connector: is for --engine vllm"),
     (["router", "--port", "0", "--near-tie", "0"], "near_tie: is for --engine vllm"),
@@ -125,6 +128,7 @@ def test_bad_input_is_one_line(
     assert stderr.count("error: ") + stderr.count(" ERROR baton: ") == 1, stderr
     assert placed(message) in stderr
     assert len(stderr.splitlines()) == 1, stderr
+    assert re.search(r" \[(config|invalid_request|checkpoint)\]$", stderr.rstrip()), "its code is at the end"
 
 
 def test_unknown_flag_and_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +137,9 @@ def test_unknown_flag_and_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     with pytest.raises(SystemExit) as ended:
         cli.main(["serve", "somewhere", "--tensor-paralel-size", "2"])
     assert ended.value.code == 2
-    assert "No such option" in capsys.readouterr().err
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: No such option: --tensor-paralel-size")
+    assert last.endswith(" [config]")
     flags: dict[str, list[str]] = {
         "serve": ["--speculative-config", "--no-enable-prefix-caching", "--kv-transfer-config", "--role"],
         "up": ["--prefill", "--decode", "--block-size", "--decode-block-size", "--kv-mode", "--kv-transport"],
@@ -147,3 +153,40 @@ def test_unknown_flag_and_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         text = capsys.readouterr().out
         assert all(name in text for name in names), text
         assert "--ready-fd" not in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["up", "m", "--shutdown-timeout", "inf"],
+        ["up", "m", "--prefill", "0"],
+        ["up", "m", "--decode", "0"],
+        ["serve", "m", "--http-write-timeout", "inf"],
+        ["verify", "m", "--request-timeout", "inf"],
+        ["doctor", "http://127.0.0.1:1", "--timeout", "inf"],
+        ["bench", "split", "m", "--kv-mode", "x"],
+        ["bench", "split", "m", "--num-pairs", "0"],
+        ["bench", "engine", "m", "--batch", "-1"],
+    ],
+)
+def test_values_beyond_what_clocks_and_counts_can_be(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"error: Invalid value for '{arguments[-2]}': ")
+    assert last.endswith(" [config]")
+
+
+def test_underscores_are_dashes_in_flags_alone() -> None:
+    given = ["generate", "my_model", "--max_tokens=1", "--dtype", "a_b", "--", "--a_b"]
+    assert cli.with_dashes(given) == ["generate", "my_model", "--max-tokens=1", "--dtype", "a_b", "--", "--a_b"]
+
+
+def test_a_command_without_arguments_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([])
+    shown = "".join(capsys.readouterr())
+    assert ended.value.code in (0, 2)
+    assert "Router and P/D engines on this host." in shown
+    assert "[config]" not in shown

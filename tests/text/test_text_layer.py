@@ -174,12 +174,27 @@ def test_stop_string_can_be_included_and_held_off() -> None:
     assert unarmed.matched is None
 
 
+def test_text_that_is_no_unicode_is_refused(byte_level: Tokenizer) -> None:
+    """As of an argument of a command whose bytes are not UTF-8."""
+    with pytest.raises(RequestError, match="prompt is not valid Unicode text"):
+        byte_level.encode(b"a\xff".decode(errors="surrogateescape"))
+
+
 def test_chat_template(byte_level: Tokenizer) -> None:
     messages = [{"role": "user", "content": "hi"}]
     assert byte_level.apply_chat_template(messages) == "<bos><user>hi\n<assistant>"
     assert byte_level.apply_chat_template(messages, False) == "<bos><user>hi\n"
     with pytest.raises(RequestError, match="no tools here"):
         byte_level.apply_chat_template([{"role": "tool", "content": ""}])
+
+
+@pytest.mark.parametrize("expression", ["tools | dictsort", "messages.append(1)", "tools[0].x.y", "1 // 0"])
+def test_whatever_a_template_raises_is_a_refusal(tmp_path: Path, expression: str) -> None:
+    """Messages and tools may have shapes that the template's filters do not expect."""
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path), chat_template=f"{{{{ {expression} }}}}")
+    with pytest.raises(RequestError, match="the chat template refuses the messages") as refused:
+        tokenizer.apply_chat_template([], tools=[{}])
+    assert refused.value.param == "messages"
 
 
 def test_templates_run_in_a_sandbox(tmp_path: Path) -> None:

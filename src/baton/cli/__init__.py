@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -22,7 +23,7 @@ from baton.cli.serve import serve_command, up_command
 from baton.cli.verify import verify_command
 from baton.cli.watch import status_command, top_command
 from baton.deployment.processes import CONFIG_STATUS
-from baton.error_help import code_of
+from baton.error_help import CODE_BY_ERROR, code_of
 from baton.errors import BatonError, ConfigError, RequestError
 
 # Polls of a GNU OpenMP thread before it sleeps: longer than the pauses within an engine's step, but too short to slow
@@ -81,30 +82,52 @@ app.command("top", short_help="Watch the state of a router.")(top_command)
 app.add_typer(bench_app, name="bench")
 
 
-def _dashes(argument: str) -> str:
-    """Underscores in a flag's name become dashes, as in vLLM."""
-    name, equals, value = argument.partition("=")
-    return name.replace("_", "-") + equals + value if name.startswith("--") else argument
+def with_dashes(arguments: Sequence[str]) -> list[str]:
+    """Underscores in flags' names become dashes, as in vLLM."""
+    found = list(arguments)
+    num_flags = found.index("--") if "--" in found else len(found)
+    for index, argument in enumerate(found[:num_flags]):
+        name, equals, value = argument.partition("=")
+        if name.startswith("--"):
+            found[index] = name.replace("_", "-") + equals + value
+    return found
+
+
+def _tell(text: str, code: str) -> None:
+    if is_logging():
+        logger.error("%s [%s]", text, code)
+    else:
+        print(f"error: {text} [{code}]", file=sys.stderr, flush=True)
+
+
+def _tell_misuse(error: Any) -> None:
+    """As click does, with a code. JSON logs have no usage text."""
+    text = error.format_message()
+    if error.ctx is None or text == error.ctx.get_help():  # a command without arguments
+        error.show()
+        return
+    if not is_logging():
+        print(f"{error.ctx.get_usage()}\nTry '{error.ctx.command_path} --help' for help.\n", file=sys.stderr)
+    _tell(text, CODE_BY_ERROR[ConfigError])
 
 
 def main(given: Sequence[str] | None = None) -> None:
     """Exit status: 2 for a bad setting or request, 1 for any other Baton error."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    arguments = [_dashes(argument) for argument in (sys.argv[1:] if given is None else given)]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    arguments = with_dashes(sys.argv[1:] if given is None else given)
     if wants_json(arguments, os.environ):
         log_to_stderr(form="json")
     # Read when PyTorch loads the OpenMP runtime.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(_SPIN_COUNT))
     try:
-        status = app(arguments, standalone_mode=not is_logging())
+        status = app(arguments, standalone_mode=False)
         raise SystemExit(status if isinstance(status, int) else 0)
-    except _UsageError as error:  # click's usage text would not be JSON
-        logger.error("%s", error.format_message())
+    except _UsageError as error:
+        _tell_misuse(error)
         raise SystemExit(error.exit_code) from None
     except BatonError as error:
-        if is_logging():
-            logger.error("%s", error)
-        else:
-            print(f"error: {error} [{code_of(error)}]", file=sys.stderr, flush=True)
+        _tell(str(error), code_of(error))
         raise SystemExit(CONFIG_STATUS if isinstance(error, ConfigError | RequestError) else 1) from None

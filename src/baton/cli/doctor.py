@@ -11,6 +11,7 @@ import typer
 from baton.cli.results import JsonFlag
 from baton.errors import ConfigError
 from baton.openai.client import base_url
+from baton.setting import MAX_SECONDS
 
 _Urls = Annotated[
     list[str] | None, typer.Argument(metavar="URL...", help="Servers, or a router, whose engines are asked too.")
@@ -23,7 +24,7 @@ def doctor_command(
         str | None, typer.Option(metavar="URL", help="The router through which a handoff is tried.")
     ] = None,
     keys: Annotated[str | None, typer.Option(metavar="DIR", help="A key directory of this host to check.")] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for an answer.")] = 30.0,
+    timeout: Annotated[float, typer.Option(min=0.1, max=MAX_SECONDS, help="Seconds for an answer.")] = 30.0,
     api_key: Annotated[str | None, typer.Option(envvar="BATON_API_KEY", help="Bearer token for all servers.")] = None,
     json_output: JsonFlag = False,
 ) -> None:

@@ -69,7 +69,9 @@ def _apply(context: typer.Context, path: str | None) -> str | None:
     """Make file and environment the defaults of the command's other flags."""
     given = read_environment(os.environ)
     named = given.pop("config", None)
-    path = path or named
+    path = named if path is None else path
+    if path == "":
+        raise ConfigError("config", "is empty: it must be the name of a file")
     settings = _as_flags(context, read_file(path), path) if path else {}
     context.meta[_SOURCES] = {name: _where(name, str(path)) for name in settings}
     settings |= _as_flags(context, given, _ENVIRONMENT)

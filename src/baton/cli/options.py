@@ -20,14 +20,14 @@ from baton.cli.flag_sources import Config
 from baton.cli.logs import LogFormat, LogLevel, log_to_stderr
 from baton.engine.config import EngineConfig, ServingSettings, StepSettings, declared_settings
 from baton.errors import ConfigError
-from baton.openai.http.access import Access
+from baton.openai.http.access import Access, ApiKeys
 from baton.openai.http.limits import WRITE_TIMEOUT_S, HttpLimits
 from baton.openai.http.serving import SHUTDOWN_TIMEOUT_S, bind
 from baton.openai.request_metrics import PerRequestMetrics, SpecDecodeLevel
 from baton.openai.tools import Parsing
 from baton.parsing import REASONING_PARSERS, TOOL_PARSERS
 from baton.router.config.router_settings import RoutingSettings
-from baton.setting import DeclaredSetting, Setting, check_settings
+from baton.setting import MAX_SECONDS, DeclaredSetting, Setting, check_settings
 from baton.text import ContentFormatOption, read_template_option
 from baton.wire import Role
 
@@ -105,10 +105,16 @@ class ListenOptions:
     )
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000
     shutdown_timeout: Annotated[
-        float, typer.Option(min=0.0, help="Seconds that requests have to end after SIGTERM; then they end in an error.")
+        float,
+        typer.Option(
+            min=0.0,
+            max=MAX_SECONDS,
+            help="Seconds that requests have to end after SIGTERM; then they end in an error.",
+        ),
     ] = SHUTDOWN_TIMEOUT_S
     http_write_timeout: Annotated[
-        float, typer.Option(min=1.0, help="Seconds that a client has to read what is ready of its answer.")
+        float,
+        typer.Option(min=1.0, max=MAX_SECONDS, help="Seconds that a client has to read what is ready of its answer."),
     ] = WRITE_TIMEOUT_S
     api_key: Annotated[
         list[str] | None, typer.Option(envvar="BATON_API_KEY", help="Clients must bring one of these keys; repeat.")
@@ -196,7 +202,9 @@ class ListenOptions:
             raise ConfigError("allowed_origins", f"must be a JSON list of origins: {error}") from None
         files = self.ssl_keyfile, self.ssl_certfile, self.ssl_ca_certs
         access = Access(self.api_keys(), origins, *files, self.ssl_cert_reqs)
-        access.tls()  # fail before anything slow is loaded
+        # Fail before anything slow is loaded.
+        access.tls()
+        ApiKeys(access.api_keys)
         return access
 
     def api_keys(self) -> tuple[str, ...]:

@@ -33,8 +33,8 @@ from baton.cli.supervision import DEFAULT_MAX_RESTARTS, Supervisor
 from baton.deployment import Deployment, Reporter
 from baton.engine.config import EngineConfig, SpeculativeConfig
 from baton.engine.memory.sizes import check_sizes
-from baton.errors import EngineUnavailableError
-from baton.imports import without_gc
+from baton.errors import ConfigError, EngineUnavailableError
+from baton.imports import check_kernel_cache, without_gc
 from baton.router.config.router_settings import RoutingSettings
 from baton.wire import Role
 
@@ -75,6 +75,7 @@ def serve_command(
             tokenizer = Tokenizer.load(config.model, **template)
             reporter.progress("loading libraries")
             with without_gc():
+                check_kernel_cache()
                 from baton.engine.async_engine import AsyncEngine
                 from baton.server.app import build_app
                 from baton.server.run import run_engine
@@ -130,8 +131,8 @@ def _serve_ranks(
 
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
-    prefill: Annotated[int, typer.Option(min=0, help="Prefill engines.")] = 1
-    decode: Annotated[int, typer.Option(min=0, help="Decode engines.")] = 1
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill engines.")] = 1
+    decode: Annotated[int, typer.Option(min=1, help="Decode engines.")] = 1
     engine_port_base: Annotated[
         int,
         typer.Option(min=0, max=65535, help="Port of the first engine; the others use the next ones. 0: free ports."),
@@ -139,6 +140,10 @@ class FleetOptions:
     max_restarts: Annotated[
         int, typer.Option(min=0, help="How often in succession an engine is started again that has ended by itself.")
     ] = DEFAULT_MAX_RESTARTS
+
+    def named(self, error: ConfigError) -> ConfigError:
+        chosen = error.field == "port" and self.engine_port_base
+        return ConfigError("engine_port_base", error.message) if chosen else error
 
 
 @with_options
@@ -154,6 +159,7 @@ def up_command(
 ) -> None:
     """A whole P/D deployment on this host: engines as child processes, the router here."""
     from baton.handoff.protocol.ticket import load_or_create_key
+    from baton.router.app import check_routing
     from baton.server.run import ending_on_sigterm
 
     # Checked here too, for one error line instead of one per engine.
@@ -166,6 +172,7 @@ def up_command(
         ranks = roles.data_ranks(options)
         check_sizes(config, fleet.prefill * ranks["prefill"] + fleet.decode * ranks["decode"])
         router = router_config(routing, admin, listen.host, tokenizer=config.model, **own)
+        check_routing(router)
         log_lines(f"starting {fleet.prefill} prefill and {fleet.decode} decode engines of {model}")
         deployment = Deployment(
             config.model,
@@ -181,7 +188,7 @@ def up_command(
             shutdown_timeout_s=listen.shutdown_timeout,
             engine_port_base=fleet.engine_port_base,
             data_ranks=ranks,
-            named=lambda role, error: named_after_source(context, roles.named(role, error)),
+            named=lambda role, error: named_after_source(context, roles.named(role, fleet.named(error))),
         )
         with deployment:
             key = load_or_create_key(deployment.ticket_key_file)

@@ -20,6 +20,7 @@ from baton.engine.config import StepSettings, declared_settings
 from baton.engine.loading.hub import checkpoint_directory
 from baton.errors import ConfigError
 from baton.sampling_params import MAX_LOGPROBS, SamplingParams
+from baton.setting import MAX_SECONDS
 from baton.verify.case_options import DEFAULT_LENGTHS, MODES, Bounds, choose_cases, find_bos, parse_modes
 from baton.verify.compare import compare_answers
 from baton.verify.observe import REQUEST_TIMEOUT_S, Case, next_turns
@@ -42,7 +43,7 @@ class ServerOptions:
         str | None, typer.Option(metavar="URL,...", help="The same; of P/D deployments the decode engines.")
     ] = None
     concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight at a server.")] = 1
-    request_timeout: Annotated[float, typer.Option(min=0.001, help="Seconds.")] = REQUEST_TIMEOUT_S
+    request_timeout: Annotated[float, typer.Option(min=0.001, max=MAX_SECONDS, help="Seconds.")] = REQUEST_TIMEOUT_S
     api_key: Annotated[str | None, typer.Option(envvar="BATON_API_KEY", help="Bearer token for both servers.")] = None
 
     def side(self, name: str) -> ServerSide | None:

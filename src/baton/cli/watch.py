@@ -92,10 +92,11 @@ def _red(screen: str) -> str:
 
 
 def _checked(url: str, answer: bytes) -> dict[str, Any]:
+    """What can be shown is a router's state."""
     try:
         state = json.loads(answer)
-    except ValueError:
-        state = None
-    if not isinstance(state, dict) or not {"engines", "decisions", "alarms"} <= state.keys():
-        raise ProtocolError(f"{url} is not a router")
+        status_text(state)
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
+        raise ProtocolError(f"{url} is not a router, or one of another version") from None
+    assert isinstance(state, dict)
     return state

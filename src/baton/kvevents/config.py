@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from baton.errors import ConfigError
+from baton.setting import json_object
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,10 +32,8 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def parse(cls, value: str | dict[str, Any] | None) -> KVEventsConfig:
         """Raises `ConfigError`."""
         try:
-            config = (
-                msgspec.json.decode(value, type=cls) if isinstance(value, str) else msgspec.convert(value or {}, cls)
-            )
-        except (msgspec.DecodeError, RecursionError) as error:
+            config = msgspec.convert(json_object("kv_events_config", value) or {}, cls)
+        except msgspec.ValidationError as error:
             raise ConfigError("kv_events_config", str(error)) from None
         for name in ("endpoint", "replay_endpoint"):
             endpoint = getattr(config, name)

@@ -119,9 +119,10 @@ class RecentRequests:
         )
 
     def last_failed(self, count: int) -> tuple[list[RequestTimeline], int]:
-        """The failed ones among the last `count` ended requests, newest first; and how many were looked at."""
+        """The failed ones, except refused ones, among the last `count` ended requests, newest first; and how many were
+        looked at."""
         last = [one for one, _ in zip(reversed(self._ended.values()), range(count), strict=False)]
-        return [one for one in last if one.error], len(last)
+        return [one for one in last if one.error and one.finish != "refused"], len(last)
 
     def ended(self) -> Iterable[RequestTimeline]:
         """Oldest first."""

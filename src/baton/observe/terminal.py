@@ -13,11 +13,23 @@ _INDENT = " " * len(ALARM)
 
 def status_text(state: Mapping[str, Any]) -> str:
     """`/status`, or an event of the dashboard, which also has latencies and errors. Control characters from servers are
-    shown as `?`: they could change the terminal."""
+    shown as `?`: they could change the terminal, or begin a line.
+
+    Raises `LookupError`, `TypeError`, `ValueError` or `AttributeError` for anything else.
+    """
+    state = _printable(state)
     alarms = (f"{ALARM}{alarm}" for alarm in state["alarms"])
     parts = [_head(state), *alarms, _engines(state["engines"]), _routes(state), *_more(state)]
     parts += [*_errors(state), *_acceptance(state)]
-    return "\n".join("".join(c if c.isprintable() or c == "\n" else "?" for c in part) for part in parts)
+    return "\n".join(parts)
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, str):
+        return "".join(c if c.isprintable() else "?" for c in value)
+    if isinstance(value, Mapping):
+        return {_printable(name): _printable(part) for name, part in value.items()}
+    return [_printable(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def fit_to_terminal(text: str, columns: int, lines: int) -> str:

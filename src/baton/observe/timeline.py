@@ -118,7 +118,7 @@ class RequestTimeline:
         self._note(now, f"recovery: {rung}", cause)
 
     def on_end(self, now: float, finish: str, error: str = "") -> None:
-        """`finish`: its finish reason, `abort` or `error`. Only the first call counts."""
+        """`finish`: its finish reason, `abort`, `error` or `refused`. Only the first call counts."""
         if self.ended is not None:
             return
         self.ended, self.finish, self.error = now, finish, error[:_MAX_TEXT]

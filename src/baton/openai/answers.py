@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from baton.errors import ProtocolError
 from baton.sampling_params import TokenId
+from baton.wire import NumDrafts
 
 _MAX_MESSAGE = 300
 _TOKEN = "token_id:"
 T = TypeVar("T")
-NumDrafts = Annotated[int, msgspec.Meta(ge=0, le=1024)]
 
 
 class Model(msgspec.Struct, frozen=True):

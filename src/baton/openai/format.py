@@ -180,9 +180,10 @@ def _echo(plan: Plan, index: int, output: ChoiceOutput, choice: Json) -> None:
     prompt = plan.requests[index].prompt_token_ids
     detokenizer = IncrementalDetokenizer(plan.model.tokenizer, skip_special_tokens=False)
     text, offsets = "", []
-    for token in prompt:
+    num_added = plan.num_added[index // (len(plan.requests) // len(plan.prompts))]
+    for number, token in enumerate(prompt):
         offsets.append(len(text))
-        text += detokenizer.push(token)
+        text += detokenizer.push(token) if number >= num_added else ""
     if not output.text:
         text += detokenizer.flush()  # the output may complete the last character
     choice["text"] = text + output.text

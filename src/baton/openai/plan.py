@@ -30,6 +30,7 @@ from baton.text.word_tokens import word_tokens
 from baton.wire import GenerateRequest, Mode, PromptIds
 
 MAX_CHOICES = 256  # prompts times n in one request
+_MAX_ADDED = 2  # such as BOS
 MAX_SCORES = 1 << 19  # prompt logprobs in one request, some 100 bytes each
 _REASONING_OPENED, _REASONING_CLOSED = "<think>", "</think>"
 
@@ -42,7 +43,7 @@ class Plan:
       applies them.
     - `continuous_usage`: each event has the usage so far.
     - `grammar_field`: the request field with the grammar.
-    - `echo`: the response begins with the prompt.
+    - `echo`: the response begins with the prompt. `num_added`: per prompt, tokens added before its text.
     - `reader`: makes the parser of a choice; None: all text is content. `spelt`: special tokens that it must see.
     - `returns_calls`: the finish reason of a response with calls is "tool_calls".
     """
@@ -62,6 +63,7 @@ class Plan:
     kv_mode: Mode | None
     grammar_field: str
     echo: bool = False
+    num_added: Sequence[int] = ()
     prompt_logprobs: int | None = None
     reader: Callable[[], Parser] | None = None
     spelt: frozenset[int] = frozenset()
@@ -83,7 +85,8 @@ def plan_completion(request: CompletionRequest, model: ServedModel) -> Plan:
     _check_lengths(prompts, max_tokens, "max_tokens", "prompt", model)
     grammar, field = grammar_of(request)
     params = sampling_params(request, max_tokens, request.logprobs, grammar, model.vocab_size, model.defaults)
-    return replace(_plan(request, model, prompts, params, field, chat=False), echo=bool(request.echo))
+    plan = _plan(request, model, prompts, params, field, chat=False)
+    return replace(plan, echo=True, num_added=_num_added(request, prompts, model)) if request.echo else plan
 
 
 def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PARSING) -> Plan:
@@ -215,6 +218,16 @@ def _truncated(
         raise RequestError(f"{name} must be -1, or 1 to {model.max_model_len}, got {asked}", name)
     most = max(1, model.max_model_len - (1 if max_tokens is None else max_tokens)) if asked == -1 else asked
     return PromptIds(prompt[-most:])
+
+
+def _num_added(request: CompletionRequest, prompts: Sequence[PromptIds], model: ServedModel) -> list[int]:
+    texts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+    tokenizer, found = model.tokenizer, []
+    for text, prompt in zip(texts if len(texts) == len(prompts) else [None] * len(prompts), prompts, strict=True):
+        starts = range(1 + _MAX_ADDED) if isinstance(text, str) else ()
+        spelt = (start for start in starts if tokenizer.decode(prompt[start:], skip_special_tokens=False) == text)
+        found.append(next(spelt, 0))
+    return found
 
 
 def _limited(max_tokens: int, model: ServedModel) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, TypeVar
@@ -10,7 +11,7 @@ import msgspec
 
 from baton.errors import RequestError
 from baton.openai.http.caller import note_user
-from baton.openai.refused_fields import NOTHING_ELSE, Refused, refuse_unserved
+from baton.openai.refused_fields import NOTHING_ELSE, Refused, is_empty, refuse_unserved
 from baton.openai.structured import ResponseFormat, StructuredOutputs, structured_params
 from baton.openai.tools import NO_TOOLS, CheckedTools, Tool, ToolCall, ToolChoice
 from baton.sampling_params import (
@@ -23,7 +24,7 @@ from baton.sampling_params import (
 )
 from baton.wire import Mode, Priority, check_salt
 
-_PATH = re.compile(r" - at `(key in )?\$\.?([^`]*)`\Z")
+_PATH = re.compile(r" - at (`key` in )?`\$\.?([^`]*)`\Z")
 _MISSING = re.compile(r"required field `([^`]+)`")
 
 
@@ -138,7 +139,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
-B = TypeVar("B")
+B = TypeVar("B", bound=msgspec.Struct)
 R = TypeVar("R", CompletionRequest, ChatRequest)
 # Sampling parameters passed on unchanged, with the defaults of `SamplingParams`.
 _AS_ASKED = (
@@ -159,6 +160,8 @@ def decode_body(
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         note_user(fields)
         refuse_unserved({name: fields[name] for name in fields.keys() - served}, also)
+        if empty := {name for name in fields.keys() - _required(kind) if is_empty(fields[name])}:
+            body = msgspec.json.encode({name: raw for name, raw in fields.items() if name not in empty})
         # As in vLLM, 16.0 (from clients without integers) and "16" count as 16.
         return msgspec.json.decode(body, type=kind, strict=False)
     except msgspec.ValidationError as error:
@@ -166,9 +169,15 @@ def decode_body(
         path = _PATH.search(message)
         missing = _MISSING.search(message)
         param = path.group(2) if path else missing.group(1) if missing else None
-        raise RequestError(f"{param or 'body'}: {_PATH.sub('', message)}", param) from None
+        what = "a key: " if path and path.group(1) else ""
+        raise RequestError(f"{param or 'body'}: {what}{_PATH.sub('', message)}", param) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the request body is not valid JSON: {error}") from None
+
+
+@functools.cache
+def _required(kind: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(field.name for field in msgspec.structs.fields(kind) if field.required)
 
 
 def decode_request(body: bytes, kind: type[R]) -> R:

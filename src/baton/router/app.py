@@ -23,6 +23,7 @@ from baton.openai.http.app import BODIES, json_response, new_app
 from baton.openai.http.metrics import Row, RowCollector, counter, gauge
 from baton.openai.records import throughput_reports
 from baton.router.admin import Admin
+from baton.router.clients.address import checked_url
 from baton.router.clients.engine_client import new_session
 from baton.router.config.router_config import RouterConfig
 from baton.router.connectors import create_connector
@@ -62,6 +63,24 @@ class _NoParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True): ..
 
 
 T = TypeVar("T", _NewEngine, _Known, _NoParameters)
+
+
+def check_routing(config: RouterConfig) -> None:
+    """Raises the `ConfigError` of `build_app` for `RoutingSettings`."""
+    create_policies(config.policy, config.prefill_policy, config.decode_policy, config.policy_config)
+    tracer = make_tracer(config.otlp_traces_endpoint, config.trace, config.trace_sampling_ratio)
+    if tracer is not None:
+        tracer.close()
+
+
+def check_config(config: RouterConfig) -> None:
+    """Raises the errors of `build_app` that depend on no engine."""
+    _connector(config, read_services(config.discover))
+    for name in ("kv_event_source", "kv_event_replay_source"):
+        read_sources(getattr(config, name), name)
+    for url in (*config.prefill, *config.decode, *config.both):
+        checked_url(url)
+    check_routing(config)
 
 
 async def build_app(config: RouterConfig) -> web.Application:

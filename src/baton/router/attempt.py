@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baton.errors import reason_label
+from baton.errors import is_refusal, reason_label
 from baton.openai.http.api_errors import error_of_chunk
 from baton.router.connectors.base import HandoffOutcome
 from baton.router.join import Joined, LegChunks, LegFailed
@@ -42,6 +42,8 @@ class RunningAttempt:
         while self.prefilled:
             self.prefilled.pop()()
         if chunk.finish_reason is None:
+            return
+        if is_refusal(chunk.error):
             return
         if chunk.finish_reason != "error":
             self.outcome = "completed" if leg == "decode" else "finished_early"

@@ -75,7 +75,7 @@ def add_dashboard(
         return json_response({"choices": [one.describe(now) for one in found]})
 
     app.router.add_get("/dashboard", _page)
-    app.router.add_get("/dashboard/events", events)
+    app.router.add_get("/dashboard/events", events, allow_head=False)
     app.router.add_get("/dashboard/requests/{id}", one_request)
 
 

@@ -54,6 +54,9 @@ class Joined:
             self._queued_s = chunk.queued_s
         elif chunk.finish_reason is not None:
             chunk = msgspec.structs.replace(chunk, queued_s=self._queued_s)
+        scores, num_prompt = chunk.prompt_logprobs, len(self.request.prompt_token_ids)
+        if scores is not None and len(scores) != num_prompt:
+            raise ProtocolError(f"{len(scores)} logprobs came for a prompt of {num_prompt} tokens")
         if not chunk.token_ids:
             return chunk if chunk.finish_reason is not None else None
         if chunk.logprobs is not None and len(chunk.logprobs) != len(chunk.token_ids):

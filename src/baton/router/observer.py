@@ -11,6 +11,7 @@ from typing import TypedDict
 
 import msgspec
 
+from baton.errors import RequestError, is_refusal
 from baton.observe.acceptance import HANDED_OFF, AcceptanceTotals, Group, RequestAcceptance
 from baton.observe.alarm import AcceptanceAlarms
 from baton.observe.recent import RecentRequests
@@ -84,7 +85,8 @@ class RequestObserver:
             timeline.on_end(time.monotonic(), "abort")
             raise
         except Exception as error:
-            timeline.on_end(time.monotonic(), "error", str(error) or type(error).__name__)
+            finish = "refused" if isinstance(error, RequestError) else "error"
+            timeline.on_end(time.monotonic(), finish, str(error) or type(error).__name__)
             raise
         finally:
             self._running.pop(name, None)
@@ -95,7 +97,8 @@ class RequestObserver:
                 trace.end(self._request_attributes(request.sampling_params))
 
     def on_last_chunk(self, timeline: RequestTimeline, chunk: TokenChunk) -> None:
-        timeline.on_end(time.monotonic(), chunk.finish_reason or "", chunk.error or "")
+        finish = "refused" if is_refusal(chunk.error) else chunk.finish_reason or ""
+        timeline.on_end(time.monotonic(), finish, chunk.error or "")
         if chunk.finish_reason not in ("stop", "length") or timeline.resumed or not any(timeline.drafted):
             return
         prefill = timeline.engines[0] if timeline.route == HANDED_OFF else ""

@@ -55,8 +55,8 @@ class RouterBackend:
     """A failed attempt is followed by another that continues the client's tokens, as far as `recovery` allows: `retry`
     before the first token, `source` if the decode engine asks for another source or was never reached, `full` if it was
     lost. `handoffs` counts attempts by outcome: `finished_early` (the first token was the last), `aborted` (a stop
-    string was found, the client left, or tokens did not match), `failed` (by reason in `failures`). `recoveries` counts
-    by rung. `observer` may be replaced before the first request.
+    string was found, the client left, the request was refused, or tokens did not match), `failed` (by reason in
+    `failures`). `recoveries` counts by rung. `observer` may be replaced before the first request.
 
     If two engines sample different tokens, the client keeps the one it has. The decode engine continues from there if
     the prefill engine sees a near-tie (at most `near_tie` nats, counted in `near_ties`); otherwise the request fails.
@@ -258,7 +258,7 @@ class RouterBackend:
                 finally:
                     outcome = attempt.outcome
         except LegFailed as failed:
-            if outcome != "failed":
+            if outcome != "failed" and not isinstance(failed.error, RequestError):
                 outcome = "failed"
                 error = failed.error
                 self.failures[reason_label(error.reason) if isinstance(error, HandoffError) else code_of(error)] += 1

@@ -40,14 +40,12 @@ async def deployment_metrics(own: Iterable[Metric], engines: Sequence[PooledEngi
     found = {family.name: family for family in own}
     mine = {name for name in found if name.startswith(_OWN)}
     for engine, page in zip(engines, pages, strict=True):
-        assert engine.info is not None or not page
-        name = engine.info.engine_id if engine.info is not None else ""
         for family in page:
             if family.name in mine:
                 continue
             into = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             if into.type == family.type:
-                into.samples += [_labelled(sample, name, engine.role) for sample in family.samples]
+                into.samples += [_labelled(sample, engine.name, engine.role) for sample in family.samples]
     return list(found.values())
 
 

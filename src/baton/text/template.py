@@ -130,15 +130,7 @@ class ChatTemplate:
                 raise RequestError(f"chat_template_kwargs: {shown} cannot be set there", "chat_template_kwargs")
         try:
             return self._template.render({**given, **(variables or {})})
-        except (
-            jinja2.TemplateError,
-            ArithmeticError,
-            LookupError,
-            MemoryError,
-            RecursionError,
-            TypeError,
-            ValueError,
-        ) as error:
+        except Exception as error:  # of filters too
             raise RequestError(f"the chat template refuses the messages: {error}", "messages") from None
 
     def _shown(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -115,9 +115,12 @@ class Tokenizer:
         return {name: ChatTemplate(text, self._special_tokens, content_format) for name, text in sources.items()}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Releases the GIL."""
-        # Without character offsets, in half the time and a fraction of the memory.
-        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        """Releases the GIL. Raises `RequestError` for text with half of a surrogate pair."""
+        try:
+            # Without character offsets, in half the time and a fraction of the memory.
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except TypeError:
+            raise RequestError("prompt is not valid Unicode text", "prompt") from None
         return list(encoding.ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -70,6 +70,33 @@ async def test_a_router_asks_for_keys_and_its_engines_do_not(directory: Path, se
             assert (await response.json())["ready"]
 
 
+@pytest.mark.parametrize(
+    ("origin", "content_type", "status"),
+    [
+        (None, "text/plain", 200),
+        ("http://evil.example", "text/plain", 415),
+        ("http://evil.example", "", 415),
+        ("null", "application/x-www-form-urlencoded", 415),
+        ("http://good.example", "text/plain", 200),
+        ("OWN", "text/plain", 200),
+        ("http://evil.example", "application/json; charset=utf-8", 200),  # a browser has asked before
+    ],
+)
+async def test_a_page_of_another_server_cannot_use_the_model(
+    directory: Path, session: aiohttp.ClientSession, origin: str | None, content_type: str, status: int
+) -> None:
+    engine, access = FakeEngine(directory), Access(allowed_origins=("http://good.example",))
+    async with served(build_app(engine, Tokenizer.load(directory), access=access)) as url:
+        headers = {"Content-Type": content_type}
+        if origin is not None:
+            headers["Origin"] = url if origin == "OWN" else origin
+        body = b'{"prompt": "a", "max_tokens": 1}'
+        async with session.post(f"{url}/v1/completions", data=body, headers=headers) as response:
+            assert response.status == status
+            assert status == 200 or (await response.json())["error"]["code"] == "unsupported_media_type"
+    assert len(engine.requests) == (status == 200)
+
+
 def test_an_empty_key_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^api_key: must not be empty"):
         ApiKeys(["good", " "])

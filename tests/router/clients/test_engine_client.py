@@ -16,7 +16,7 @@ from baton.router.clients.engine_client import BatonClient, new_session
 from baton.router.timers import RouterTimers
 from baton.sampling_params import MAX_TOKEN_ID, SamplingParams
 from baton.wire import GenerateRequest, TokenChunk, TokenLogprobs
-from testkit.servers.fake_serving import served
+from testkit.servers.fake_serving import load_of, served
 
 REQUEST = GenerateRequest(request_id="r", prompt_token_ids=[1], sampling_params=SamplingParams())
 
@@ -61,6 +61,17 @@ async def test_a_server_that_is_no_engine(body: bytes) -> None:
             await client.info()
 
 
+@pytest.mark.parametrize("value", [-1, 2**53])
+@pytest.mark.parametrize("field", ["num_running", "num_waiting", "kv_usage", "num_cached_pages"])
+async def test_a_load_that_cannot_be(field: str, value: int) -> None:
+    told = msgspec.structs.asdict(load_of(1))
+    async with engine([msgspec.json.encode(told)]) as client:
+        assert await client.load() == load_of(1)
+    async with engine([msgspec.json.encode({**told, field: value})]) as client:
+        with pytest.raises(ProtocolError, match=rf"\$\.{field}"):
+            await client.load()
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -69,8 +80,11 @@ async def test_a_server_that_is_no_engine(body: bytes) -> None:
         b'{"request_id": "\xff"}',
         b'{"request_id": "r", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
         b"7" * 2**22,
+        b'{"request_id": "r", "token_ids": [1], "position": 0, "accepted": [1000000000000], "drafted": [3]}',
+        b'{"request_id": "r", "token_ids": [1], "position": 0, "num_cached_tokens": -1}',
+        b'{"request_id": "r", "token_ids": [1], "position": 0, "logprobs": [{"logprob": -1.0, "top": [[-1, -1.0]]}]}',
     ],
-    ids=["negative token", "huge token", "no text", "deep", "too long"],
+    ids=["negative token", "huge token", "no text", "deep", "too long", "endless drafts", "negative count", "no token"],
 )
 async def test_malformed_chunks(line: bytes) -> None:
     async with engine([line + b"\n"]) as client:

@@ -30,6 +30,12 @@ def event(tokens: list[int], count: int, finish: dict[str, object] | None = None
     return msgspec.convert({"output_ids": tokens, "meta_info": meta}, _Event)
 
 
+@pytest.mark.parametrize("more", [{}, {"output_top_logprobs": [[(-1.0, -1, None)]]}])
+def test_what_is_no_token_is_no_event(more: dict[str, Any]) -> None:
+    with pytest.raises(msgspec.ValidationError, match="Expected `int` >= 0"):
+        event([1] if more else [-1], 1, **more)
+
+
 @pytest.mark.parametrize("tokens", [[7, 8, 9], [8, 9]])
 def test_events_may_repeat_all_tokens_or_have_the_new_ones_alone(tokens: Any) -> None:
     chunk = to_token_chunk(request(), event(tokens, 3), 1)

@@ -14,6 +14,7 @@ from baton.cli.options import ModelArgument, with_options
 from baton.cli.results import JsonFlag
 from baton.engine.config import SpeculativeConfig
 from baton.engine.loading.hub import checkpoint_directory
+from baton.wire import Mode
 
 app = typer.Typer(help="Measure servers, deployments and transports.", no_args_is_help=True)
 
@@ -28,20 +29,20 @@ app.command("transport")(transport_command)
 def split_command(
     model: ModelArgument,
     speculative_config: Speculative = None,
-    prompt_tokens: Annotated[int, typer.Option(help="Length of every prompt.")] = 512,
-    num_pairs: Annotated[int, typer.Option(help="Requests to each side.")] = 30,
-    max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 32,
-    kv_mode: Annotated[str, typer.Option(help="push or pull.")] = "push",
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of every prompt.")] = 512,
+    num_pairs: Annotated[int, typer.Option(min=1, help="Requests to each side.")] = 30,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 32,
+    kv_mode: Annotated[Mode, typer.Option(help="push or pull.")] = "push",
     engine_flag: Annotated[list[str] | None, typer.Option(help="One more flag of the P/D engines.")] = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Time to first token and decode speed of a P/D deployment and of one engine."""
     from baton.bench.serve import measure_deployments
 
-    spec = SpeculativeConfig.parse(speculative_config)
+    SpeculativeConfig.parse(speculative_config)
     figures = measure_deployments(
         checkpoint_directory(model),
-        json.loads(speculative_config) if spec and speculative_config else None,
+        json.loads(speculative_config) if speculative_config else None,
         prompt_tokens,
         num_pairs,
         kv_mode,
@@ -55,17 +56,17 @@ def split_command(
 def engine_command(
     model: ModelArgument,
     speculative_config: Speculative = None,
-    batch: Annotated[int, typer.Option(help="Requests per step.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Requests per step.")] = 1,
     json_output: JsonFlag = False,
 ) -> None:
     """Engine step over the bare model forward; with a drafter, speculative over plain decode."""
     from baton.bench.engine import speculative_over_plain, step_over_forward
 
+    SpeculativeConfig.parse(speculative_config)
     model = checkpoint_directory(model)
     ratio, step, bare = step_over_forward(model, batch)
     figures = {"step_over_forward": ratio, "step_ms": step, "forward_ms": bare}
     if speculative_config is not None:
-        SpeculativeConfig.parse(speculative_config)
         ratio, fast, slow = speculative_over_plain(model, json.loads(speculative_config))
         figures |= {"speculative_over_plain": ratio, "speculative_tokens_per_s": fast, "plain_tokens_per_s": slow}
     _show(figures, json_output)

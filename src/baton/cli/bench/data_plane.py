@@ -124,9 +124,9 @@ def _sizes(text: str, field: str) -> list[int]:
 
 
 def _write_result(result: dict[str, Any], rows: list[dict[str, Any]], output_json: str | None, as_json: bool) -> None:
-    if output_json is not None:
-        write_json(output_json, result)
     if as_json:
         print(json.dumps(result, indent=1))
     else:
         show_table(rows)
+    if output_json is not None:  # may fail
+        write_json(output_json, result)

@@ -58,11 +58,6 @@ def load_command(
     if report.plot is not None:
         check_picture(report.plot)
     results = [_measure(target, _sized(dataset, one), one, report, asked, first=one is rates[0]) for one in rates]
-    if report.plot is not None:
-        draw_sweep({report.label or results[0]["model_id"]: results}, report.plot)
-    whole = results[0] if traffic.sweep is None else {"sweep": results}
-    if report.save_result:
-        _write(Path(report.result_dir or ".") / (report.result_filename or _filename(results[0], traffic)), whole)
     shown = [{name: value for name, value in result.items() if name not in _LISTS} for result in results]
     if json_output:
         print(json.dumps(shown[0] if traffic.sweep is None else {"sweep": shown}, indent=1))
@@ -71,6 +66,12 @@ def load_command(
     else:
         for name, value in shown[0].items():
             print(f"{name:40} {value:.3f}" if isinstance(value, float) else f"{name:40} {value}")
+    # Writing may fail.
+    whole = results[0] if traffic.sweep is None else {"sweep": results}
+    if report.save_result:
+        _write(Path(report.result_dir or ".") / (report.result_filename or _filename(results[0], traffic)), whole)
+    if report.plot is not None:
+        draw_sweep({report.label or results[0]["model_id"]: results}, report.plot)
 
 
 def _measure(

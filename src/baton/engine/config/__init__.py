@@ -4,7 +4,7 @@ from baton.engine.config.engine_config import EngineConfig
 from baton.engine.config.kv_transfer import KVTransferConfig
 from baton.engine.config.settings import DTYPES, RANKS, ServingSettings, StepSettings
 from baton.engine.config.speculative import SpeculativeConfig
-from baton.engine.config.values import block_sizes, json_object, parse_size
+from baton.engine.config.values import block_sizes, parse_size
 from baton.setting import declared_settings
 
 __all__ = [
@@ -17,6 +17,5 @@ __all__ = [
     "StepSettings",
     "block_sizes",
     "declared_settings",
-    "json_object",
     "parse_size",
 ]

@@ -84,7 +84,7 @@ class EngineConfig(ServingSettings):
         if self.ticket_key_path is not None:
             check_device(transfer.kv_transport, self.device, "kv_transfer_config.kv_transport")
         store = transfer.prefix_store
-        if store is not None and parse_uri(store)[0] != "file":
+        if store is not None and not _is_store(store):
             raise ConfigError("kv_transfer_config.prefix_store", f"must be file:///DIRECTORY, got {store!r}")
         if store is not None and self.num_ranks > 1:
             raise ConfigError("kv_transfer_config.prefix_store", "is for engines of one rank")
@@ -139,3 +139,10 @@ class EngineConfig(ServingSettings):
         if self.ticket_key_file is not None:
             return Path(self.ticket_key_file)
         return None if self.keys is None else ticket_key_file(self.keys)
+
+
+def _is_store(uri: str) -> bool:
+    try:
+        return parse_uri(uri)[0] == "file"
+    except ConfigError:
+        return False

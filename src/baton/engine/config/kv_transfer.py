@@ -3,9 +3,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from baton.engine.config.values import json_object, refuse_unknown
+from baton.engine.config.values import refuse_unknown
 from baton.errors import ConfigError
 from baton.handoff.session.config import DEFAULT_HANDOFF_TIMEOUT_S
+from baton.setting import json_object
 
 
 @dataclass(frozen=True, slots=True)

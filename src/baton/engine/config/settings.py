@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal, get_args
 
 from baton.engine.config.kv_transfer import KVTransferConfig
 from baton.engine.config.speculative import SpeculativeConfig
-from baton.engine.config.values import json_object, parse_size
+from baton.engine.config.values import parse_size
 from baton.kv.cache import CHECKPOINT_TOKENS
 from baton.kv.interval import MAX_TOKENS
 from baton.kvevents.config import KVEventsConfig
 from baton.sampling_params import MAX_WORD
-from baton.setting import Rule, Setting, at_least, in_range, matching, one_of
+from baton.setting import MAX_SECONDS, Rule, Setting, at_least, in_range, json_object, matching, one_of
 from baton.wire import Integrity, KVStream, Recovery
 
 IntegritySetting = Literal["auto", "off", "sampled", "full"]
@@ -26,7 +26,7 @@ RANKS = (1, 2, 4, 8)
 MAX_DATA_RANKS = 64
 # Annotations are evaluated outside this module, so their lambdas cannot name its constants.
 _SEEDS = Rule("between 0 and 2**64 - 1", lambda value: 0 <= value <= MAX_WORD)
-_SECONDS_OR_NO_LIMIT = Rule("seconds, or 0 for no limit", lambda value: 0 <= value < 1e6)
+_SECONDS_OR_NO_LIMIT = Rule("seconds, or 0 for no limit", lambda value: 0 <= value <= MAX_SECONDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class StepSettings:
         str | None, Setting("int8: linear layers' weights in 8 bits, on CPUs.", short="-q", rule=one_of(QUANTIZATIONS))
     ] = None
     device: Annotated[
-        str, Setting("cpu, cuda or cuda:N.", rule=matching(r"cpu|cuda(:\d+)?", "cpu, cuda or cuda:N"))
+        str, Setting("cpu, cuda or cuda:N.", rule=matching(r"cpu|cuda(:[0-9]+)?", "cpu, cuda or cuda:N"))
     ] = "cpu"
     kv_cache_memory: Annotated[
         int | None,

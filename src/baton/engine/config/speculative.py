@@ -4,8 +4,9 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from baton.drafters.methods import DRAFTERS
-from baton.engine.config.values import json_object, refuse_unknown
+from baton.engine.config.values import refuse_unknown
 from baton.errors import ConfigError
+from baton.setting import json_object
 
 Verifier = Literal["coupled", "rejection"]
 DraftKV = Literal["require", "prefer", "drop"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection
 from typing import Any
@@ -17,13 +16,15 @@ def block_sizes(value: int | str, field: str = "block_size") -> dict[str, int]:
     """Tokens per KV page from `16` or `16,draft=8,sliding_window=32`: by name, owner or kind of groups; the empty name
     is for all others. Raises `ConfigError` naming `field`.
     """
-    sizes = {"": 16}
+    sizes: dict[str, int] = {}
     for part in str(value).split(","):
-        name, _, size = part.rpartition("=")
-        if not size.strip().isdecimal() or not 1 <= int(size) <= MAX_BLOCK_SIZE:
+        name, _, size = map(str.strip, part.rpartition("="))
+        if not size.isdecimal() or not 1 <= int(size) <= MAX_BLOCK_SIZE:
             raise ConfigError(field, f"must be 1 to {MAX_BLOCK_SIZE}, got {value}")
-        sizes[name.strip()] = int(size)
-    return sizes
+        if name in sizes:
+            raise ConfigError(field, f"has two sizes for {name or 'all other groups'}: {value}")
+        sizes[name] = int(size)
+    return {"": 16, **sizes}
 
 
 def parse_size(text: str, field: str = "kv_cache_memory") -> int:
@@ -35,20 +36,6 @@ def parse_size(text: str, field: str = "kv_cache_memory") -> int:
     if found is None:
         raise ConfigError(field, f"must be bytes, or a size such as 512M or 2G, got {text!r}")
     return int(float(found[1]) * _UNITS[found[2]]) if "." in found[1] else int(found[1]) * _UNITS[found[2]]
-
-
-def json_object(name: str, value: str | dict[str, Any] | None) -> dict[str, Any] | None:
-    """A setting's JSON object. Raises `ConfigError` naming the setting."""
-    if value is None:
-        return None
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(name, f"is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(name, "must be a JSON object")
-    return value
 
 
 def refuse_unknown(name: str, data: dict[str, Any], known: Collection[str]) -> None:

@@ -48,7 +48,8 @@ def sampling_defaults(model: str, source: str, override: Mapping[str, Any] | Non
         taken = msgspec.convert({**defaults, "limit": limited}, SamplingDefaults)
         SamplingParams(**taken.given(), max_tokens=1 if taken.max_tokens is None else taken.max_tokens).check()
     except (msgspec.ValidationError, RequestError) as error:
-        raise ConfigError(named, f"{error}; --generation-config vllm leaves the checkpoint's aside") from None
+        text = str(error).replace("max_tokens", "max_new_tokens")
+        raise ConfigError(named, f"{text}; --generation-config vllm leaves the checkpoint's aside") from None
     return taken
 
 

@@ -50,6 +50,8 @@ def make_keys(directory: str | Path, engines: Sequence[str]) -> list[str]:
     for name in engines:
         if _NAME.fullmatch(name) is None:
             raise ConfigError("engines", f"{name!r} is no engine id: 1-64 of A-Z a-z 0-9 _ . -")
+    if not str(directory):
+        raise ConfigError("output", "is empty: it must be the name of a directory")
     root = Path(directory)
     made = []
     try:

@@ -91,7 +91,7 @@ def _endpoint(environment: Mapping[str, str]) -> str:
 
 def _checked_url(url: str, name: str = "otlp_traces_endpoint") -> str:
     parts = split_http_url(url)
-    if parts is None or not url.isprintable() or " " in url or not url.isascii():
+    if parts is None or not url.isascii():
         raise ConfigError(name, f"must be like http://HOST:4318/v1/traces, got {url!r}")
     if parts.username is not None:
         raise ConfigError(name, "must not contain a user: put it into OTEL_EXPORTER_OTLP_HEADERS")

@@ -60,6 +60,14 @@ class Access:
         allowed = origin is not None and not {origin, "*"}.isdisjoint(self.allowed_origins)
         return origin if allowed else None
 
+    def check_page(self, request: web.Request) -> None:
+        """Browsers let any web page post all but JSON. Raises `HTTPUnsupportedMediaType`."""
+        origin = request.headers.get("Origin")
+        if request.method != "POST" or origin is None or request.content_type == "application/json":
+            return
+        if origin != f"{request.scheme}://{request.host}" and self.origin_of(request) is None:
+            raise web.HTTPUnsupportedMediaType(reason="a web page's content type must be application/json")
+
     def preflight(self, request: web.Request) -> web.Response | None:
         method = request.headers.get("Access-Control-Request-Method")
         if request.method != "OPTIONS" or method is None or self.origin_of(request) is None:

@@ -106,6 +106,7 @@ def new_app(
         try:
             with contextlib.nullcontext() if endpoint in _UNCOUNTED else drain.running():
                 keys.check(request)
+                access.check_page(request)
                 note_standing(caller, request.headers)
                 response = await handler(request)
             status = response.status
@@ -115,8 +116,7 @@ def new_app(
                 raise
             return refuse(_shutting_down())
         except web.HTTPException as error:
-            code = CODE_BY_STATUS.get(error.status)
-            return refuse(ApiError(error.status, error.reason, "invalid_request_error", None, code))
+            return _allowing(error, refuse(_refusal_of_http(error)))
         except ConnectionResetError:
             raise
         except Exception as error:
@@ -187,6 +187,16 @@ def _error_reply(request: web.Request, error: ApiError) -> web.Response:
         response.force_close()
         request.protocol.discard()
     return response
+
+
+def _refusal_of_http(error: web.HTTPException) -> ApiError:
+    return ApiError(error.status, error.reason, "invalid_request_error", None, CODE_BY_STATUS.get(error.status))
+
+
+def _allowing(error: web.HTTPException, reply: web.Response) -> web.Response:
+    if (methods := error.headers.get("Allow")) is not None:
+        reply.headers["Allow"] = methods
+    return reply
 
 
 async def _shape_expectation(request: web.Request, response: web.StreamResponse) -> None:

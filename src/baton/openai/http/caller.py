@@ -74,7 +74,8 @@ def note_standing(caller: Caller, headers: _Headers) -> None:
     """Raises `RequestError`."""
     priority, within_ms = _number(headers, PRIORITY), _number(headers, TTFT_SLO_MS)
     if within_ms is not None and not 0.0 < within_ms <= MAX_WAITED_S:
-        raise RequestError(f"the header {TTFT_SLO_MS} must be above 0, got {within_ms:g}", TTFT_SLO_MS)
+        what = f"must be above 0 and at most {MAX_WAITED_S:g}, got {within_ms:g}"
+        raise RequestError(f"the header {TTFT_SLO_MS} {what}", TTFT_SLO_MS)
     if priority is not None and not (priority.is_integer() and abs(priority) < MAX_PRIORITY):
         raise RequestError(f"the header {PRIORITY} must be an integer, got {priority:g}", PRIORITY)
     caller.claimed = next((found for name in TENANT if (found := headers.get(name, ""))), "")[:_MAX_ID_CHARS]

@@ -15,7 +15,7 @@ from baton.openai.answers import decode_answer
 from baton.openai.http.lines import LineReader
 from baton.router.clients.engine_client import EngineClient
 from baton.router.timers import RouterTimers
-from baton.sampling_params import SamplingParams
+from baton.sampling_params import SamplingParams, TokenId
 from baton.wire import (
     EngineIdentity,
     EngineInfo,
@@ -68,8 +68,8 @@ class _Meta(msgspec.Struct):
     completion_tokens: int = 0
     cached_tokens: int = 0
     finish_reason: _Finish | None = None
-    output_token_logprobs: list[tuple[float | None, int, Any]] | None = None
-    output_top_logprobs: list[list[tuple[float, int, Any]] | None] | None = None
+    output_token_logprobs: list[tuple[float | None, TokenId, Any]] | None = None
+    output_top_logprobs: list[list[tuple[float, TokenId, Any]] | None] | None = None
     # With `--enable-metrics`: seconds, and seconds since 1970.
     queue_time: float | None = None
     forward_entry_time: float | None = None
@@ -79,7 +79,7 @@ class _Meta(msgspec.Struct):
 class _Event(msgspec.Struct):
     """`output_ids`: all so far, or only new ones, depending on the server's flags."""
 
-    output_ids: list[int] = []
+    output_ids: list[TokenId] = []
     meta_info: _Meta | None = None
     error: dict[str, Any] | None = None
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from baton.openai.answers import Choice, NumDrafts, token_id
+from baton.openai.answers import Choice, token_id
 from baton.sampling_params import SamplingDefaults, SamplingParams
-from baton.wire import FinishReason, GenerateRequest, LegTimings, TokenChunk, TokenLogprobs
+from baton.wire import FinishReason, GenerateRequest, LegTimings, NumDrafts, TokenChunk, TokenLogprobs
 
 # vLLM's seeds are signed.
 _SEED_BITS = 63

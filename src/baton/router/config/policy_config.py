@@ -6,6 +6,7 @@ import msgspec
 
 from baton.errors import ConfigError
 from baton.router.admission.tenants import Tenant
+from baton.setting import json_object
 from baton.wire import EngineLoad
 
 DEFAULT_POLICY = "cache_aware"
@@ -49,6 +50,9 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             value = getattr(self, name)
             if name != "tenants" and value is not None and not 0.0 <= value < float("inf"):
                 raise ConfigError("policy_config", f"{name} must be at least 0, got {value}")
+        if self.overload_kv_usage is not None and self.overload_kv_usage > 1.0:
+            what = f"overload_kv_usage must be a share of the KV, 0 to 1, got {self.overload_kv_usage}"
+            raise ConfigError("policy_config", what)
 
     @property
     def has_veto(self) -> bool:
@@ -62,8 +66,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 def read_config(text: str | None) -> PolicyConfig:
     """Raises `ConfigError`."""
     try:
-        config = PolicyConfig() if text is None else msgspec.json.decode(text, type=PolicyConfig)
-    except msgspec.DecodeError as error:
+        config = msgspec.convert(json_object("policy_config", text) or {}, PolicyConfig)
+    except msgspec.ValidationError as error:
         raise ConfigError("policy_config", str(error)) from None
     config.check()
     return config

@@ -34,7 +34,11 @@ def remove_stale_segments(directory: str = SHM_DIR) -> list[str]:
     covers owners in other pid namespaces; the pid covers the time between creating and locking a segment.
     """
     removed = []
-    for name in sorted(os.listdir(directory)):
+    try:
+        names = sorted(os.listdir(directory))
+    except OSError:  # there is no shared memory here
+        return []
+    for name in names:
         match = SEGMENT_NAME.fullmatch(name)
         if match is None or _runs(int(match[1]), match[2]):
             continue

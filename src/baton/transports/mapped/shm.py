@@ -97,7 +97,10 @@ class ShmTransport(MemoryTransport):
             self._need_open()
             file = f"baton-{self._owner}-{process_start_ticks(self._owner)}-{secrets.token_hex(8)}"
             path = os.path.join(SHM_DIR, file)
-            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                raise TransportError(f"cannot make shared memory for {name!r} in {SHM_DIR}: {error.strerror}") from None
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.posix_fallocate(fd, 0, nbytes)
