@@ -55,6 +55,13 @@ def prefill(side: SchedulerSide, t: SignedTicket, temperature: float) -> Request
     return request
 
 
+def test_nobody_waits_for_the_token_of_a_greedy_hand_back(t: SignedTicket) -> None:
+    p, request = verifying("P"), leg(t, "prefill", PROMPT, prefix=True)
+    request.sampling_params = SimpleNamespace(temperature=0.0)
+    p.on_new_request(request)
+    assert p.take_step().opened == [OpenPrefill("prefill-1", t, 9, LAST, seeded=False)]
+
+
 def test_a_greedy_leg_is_committed_with_its_first_token(
     t: SignedTicket, worker: tuple[WorkerSide, RecordingAgent]
 ) -> None:

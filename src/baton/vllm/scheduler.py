@@ -140,7 +140,8 @@ class SchedulerSide:
             return
         next_token = None if whole else tokens[num_tokens]
         if params.role == "prefill":
-            seeded = params.seed_first_token or self._verifies(request)
+            # Nobody verifies the token of a hand-back.
+            seeded = params.seed_first_token or (self._verifies(request) and not params.prefix)
             self._prefills[request.request_id] = _Prefill(ticket, num_tokens, seeded, is_prefix=params.prefix)
             self._step.opened.append(OpenPrefill(request.request_id, ticket, num_tokens, next_token, seeded))
         else:

@@ -89,6 +89,7 @@ async def test_a_decode_server_hands_back_what_its_events_say(
         "the last token is computed, the rest handed over"
     )
     assert (sent["max_tokens"], received["max_tokens"]) == (1, 1)
+    assert sent["temperature"] == received["temperature"] == 0
     assert sent.get("cache_salt") == received.get("cache_salt") == salt
     assert pair.legs()[0] == ["decode", "prefill"], "the prompt's own leg comes afterwards, and nothing is cancelled"
     assert "cancel" not in pair.legs()[1]

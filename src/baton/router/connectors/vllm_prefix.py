@@ -20,8 +20,8 @@ from baton.router.leg_tasks import Chunks, end_task
 from baton.sampling_params import SamplingParams
 from baton.wire import BATON_PARAM, GenerateRequest, LegParams, LegRole, TokenChunk, VllmPrefix
 
-# Not greedy: the source would commit a greedy leg only after it has sampled (`first_step` "verify").
-_ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
+# Greedy, as all of the router's own requests to vLLM (`VllmClient.send_params`).
+_ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 def prefix_request(request: GenerateRequest, num_tokens: int) -> GenerateRequest:
