@@ -67,11 +67,7 @@ HOPS = (
     Hop("baton.vllm.worker", "WorkerSide.post", lambda given, _: type(given[1]).__name__),
     Hop("baton.vllm.worker", "WorkerSide.results", after=_if_received),
     Hop("baton.handoff.session.sockets", "Channel.send", lambda given, _: f"sends {type(given[2]).__name__}"),
-    Hop(
-        "baton.handoff.agent.rank_handoffs",
-        "RankHandoffs.on_message",
-        lambda given, _: f"gets {type(given[2]).__name__}",
-    ),
+    Hop("baton.handoff.agent.routing", "Routing.on_message", lambda given, _: f"gets {type(given[2]).__name__}"),
 )
 
 
