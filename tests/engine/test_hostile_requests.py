@@ -196,6 +196,6 @@ def test_a_request_that_leaves_nothing_to_choose_ends_alone(page: int, tmp_path:
 async def test_a_canary_leaves_nothing(quiet: list[list[int]]) -> None:
     async with running() as engine:
         core = engine_of(engine).core
-        assert core.steps._can_compute()
+        assert core.steps.can_compute()
         assert core.load().num_referenced_pages == 0
         assert [tokens(chunks) for chunks in await answers(engine)] == quiet

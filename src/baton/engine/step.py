@@ -91,7 +91,7 @@ class StepRunner:
                 self.metrics.num_corrupted += 1
                 # Otherwise prompts with the same prefix would fail even after the cause is gone.
                 self.cache.forget(request.kv)
-        if len(computed.failed) == len(scheduled) and not self._can_compute():
+        if len(computed.failed) == len(scheduled) and not self.can_compute():
             raise next(iter(computed.failed.values()))
         return computed
 
@@ -162,7 +162,7 @@ class StepRunner:
         self._end_without_tokens([rows for rows in scheduled if rows.request not in failed])
         return failed
 
-    def _can_compute(self) -> bool:
+    def can_compute(self) -> bool:
         """Whether target and drafter can compute one token in spare pages; True if there are none."""
         tables = self.cache.spare()
         if tables is None:
