@@ -132,7 +132,7 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
             **_KIMI,
             **{"num_attention_heads": 3, "num_key_value_heads": 3, "q_lora_rank": 20, "qk_rope_head_dim": 6},
             **{"kv_lora_rank": 21, "qk_nope_head_dim": 9, "v_head_dim": 13, "linear_num_heads": 3},
-            **{"linear_head_dim": 7, "linear_conv_kernel_dim": 2, "num_local_experts": 1, "num_experts_per_tok": 1},
+            **{"linear_head_dim": 7, "linear_conv_kernel_dim": 2, "num_local_experts": 2, "num_experts_per_tok": 1},
             "tie_word_embeddings": True,
             "layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"],
         },
