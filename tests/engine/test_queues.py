@@ -46,12 +46,15 @@ class Cluster:
 
         return lambda: leg(p, "prefill"), lambda: leg(d, "decode")
 
-    def run(self, streams: dict[str, Stream]) -> None:
-        """Run until all streams have ended. Counts iterations in which some engine computed."""
+    def run(self, streams: dict[str, Stream], pause_s: float = 0.0) -> None:
+        """Run until all streams have ended. Counts iterations in which some engine computed. In each, the agents'
+        threads have `pause_s` to move KV, also if other processes keep the cores busy.
+        """
         until = time.monotonic() + LIMIT_S
         while not all(stream.ended for stream in streams.values()):
             assert time.monotonic() < until, {name: stream for name, stream in streams.items() if not stream.ended}
             busy = [engine.step() for engine in self.prefills + self.decodes]
+            time.sleep(pause_s)
             self.steps += any(busy)
             if not any(busy):
                 time.sleep(0.001)
@@ -194,7 +197,7 @@ def test_neither_queue_starves_the_other(tmp_path: Path, alone: Stepped) -> None
         for i, prompt in enumerate(short):
             streams[str(i)] = d.add(request(str(i), prompt, params(30)))
         prefill()
-        one.run(streams)
+        one.run(streams, pause_s=0.01)
         expected = {"long": alone.run("long", long, params(4)).token_ids}
         expected |= {str(i): alone.run(f"n{i}", prompt, params(30)).token_ids for i, prompt in enumerate(short)}
         one.check(streams, expected)
