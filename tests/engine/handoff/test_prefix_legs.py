@@ -162,8 +162,8 @@ def test_the_destination_says_how_long_other_requests_delayed_a_prefix(busy: boo
         (queued_s,) = (chunk.queued_s for chunk in told if chunk.request_id.startswith("back"))
         assert queued_s is not None
         assert (queued_s > 0.0) == busy
-        while other is not None and not other.ended:
-            two.step()
+        if other is not None:
+            two.step_until(lambda: other.ended)
         two.settle()
 
 
