@@ -91,6 +91,7 @@ def _become(channel: socket.socket, order: Order, descriptors: list[int], serve:
         os.setsid()
         channel.close()
         _place(order, descriptors)
+        _open_streams()
         if order.alone:
             os.environ.clear()
         os.environ.update(order.environment)
@@ -116,6 +117,12 @@ def _place(order: Order, descriptors: list[int]) -> None:
     for number, file in high.items():
         os.dup2(file, number)
         os.close(file)
+
+
+def _open_streams() -> None:
+    """As Python does at its start: the inherited objects know whether other files can be sought in."""
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
 
 
 def _end(status: object) -> NoReturn:

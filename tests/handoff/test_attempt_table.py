@@ -14,7 +14,7 @@ MARGIN = 0.25
 
 def end(table: AttemptTable[Any], key: AttemptKey, expiry: float, now: float) -> None:
     table.add(key, SimpleNamespace(expiry=expiry, machine=SimpleNamespace(closed=True)))  # type: ignore[arg-type]
-    table.settle(key, now)
+    table.to_tombstone(key, now)
 
 
 @given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 90)), min_size=1, max_size=40))

@@ -292,7 +292,7 @@ def test_sliding_windows_and_other_weights(checkpoint: Callable[..., Path], tmp_
     ("uri", "message"),
     [
         ("shm", "kv_transfer_config.prefix_store: must be file:///DIRECTORY, got 'shm'"),
-        ("/mnt/kv", "expected a name or scheme://"),
+        ("/mnt/kv", "kv_transfer_config.prefix_store: must be file:///DIRECTORY, got '/mnt/kv'"),
         ("file:///mnt/kv?host=::1", "unknown field `host`"),
         ("file:///proc/nothing", "cannot use the directory"),
     ],

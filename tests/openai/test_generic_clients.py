@@ -205,13 +205,13 @@ async def test_a_history_with_a_malformed_call_goes_on(directory: Path, door: Do
 
 def test_malformed_arguments_are_an_empty_object_to_the_template() -> None:
     call = ToolCall(function=CalledFunction(name="f", arguments='{"b": 1, "a": null}'))
-    assert list(call.shown()["function"]["arguments"].items()) == [("b", 1), ("a", None)]
+    assert list(call.for_template()["function"]["arguments"].items()) == [("b", 1), ("a", None)]
 
 
 @pytest.mark.parametrize("arguments", ['{"city": ', '["a"]', "5", "null", "\ud800"])
 def test_arguments_that_are_no_object_are_an_empty_one_to_the_template(arguments: str) -> None:
     call = ToolCall(function=CalledFunction(name="f", arguments=arguments))
-    assert call.shown()["function"]["arguments"] == {}
+    assert call.for_template()["function"]["arguments"] == {}
 
 
 @doors

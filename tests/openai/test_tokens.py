@@ -87,8 +87,8 @@ async def test_add_special_tokens_of_completions_and_chats(tmp_path: Path, sessi
     ("path", "body", "param"),
     [
         ("tokenize", {}, "prompt"),
-        ("tokenize", {"prompt": "a", "messages": []}, "prompt"),
-        ("tokenize", {"messages": []}, "messages"),
+        ("tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "prompt"),
+        ("tokenize", {"messages": []}, "prompt"),
         ("tokenize", {"prompt": "a", "model": "other"}, "model"),
         ("tokenize", {"prompt": "a" * 100_000}, "prompt"),
         ("detokenize", {}, "tokens"),

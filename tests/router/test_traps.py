@@ -83,7 +83,10 @@ TRAPS = {
         "test_a_stream_that_began_ends_in_an_error",
     ),
     "the legs have different parts of a chat": ("router/test_traps.py", "test_both_legs_have_the_whole_conversation"),
-    "a slot is not given back": ("router/choice/test_concurrency.py", "test_who_leaves_as_its_turn_comes_has_left"),
+    "a slot is not given back": (
+        "router/choice/test_concurrency.py",
+        "test_a_client_that_leaves_as_its_turn_comes_is_cancelled",
+    ),
     "queues are not first come, first served": (
         "router/choice/test_concurrency.py",
         "test_first_come_first_served_and_never_more",

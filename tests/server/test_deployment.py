@@ -178,7 +178,8 @@ def test_an_engine_that_fails_ends_its_process_with_the_cause(directory: str) ->
     command = [*FAKE, "serve", directory, "--served-model-name", "fails", "--port", "0"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
-    assert re.fullmatch(r"\S+Z ERROR baton: the engine failed: out of luck", ended.stderr.splitlines()[-1])
+    last = ended.stderr.splitlines()[-1]
+    assert re.fullmatch(r"\S+Z ERROR baton: the engine failed: out of luck \[engine_unavailable\]", last)
 
 
 def test_up_says_what_runs_and_how_to_ask_it(directory: str, tmp_path: Path) -> None:

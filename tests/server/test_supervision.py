@@ -151,5 +151,5 @@ def test_up_ends_with_the_cause_when_an_engine_will_not_stay(directory: str, nam
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
     last = ended.stderr.splitlines()[-1]
-    said = rf"\S+Z ERROR baton: \w+-0 has ended 2 times, the last time with: {cause}"
+    said = rf"\S+Z ERROR baton: \w+-0 has ended 2 times, the last time with: {cause} \[engine_unavailable\]"
     assert re.fullmatch(said, last)

@@ -61,9 +61,9 @@ def test_json_from_the_first_line_to_the_last(directory: str, name: str) -> None
         assert {line["level"] for line in warned} == {"warning"}
     if name == "fails":
         assert (said[-1]["level"], said[-1]["logger"]) == ("error", "baton")
-        assert said[-1]["message"].endswith("the last time with: the engine failed: out of luck")
+        assert said[-1]["message"].endswith("the last time with: the engine failed: out of luck [engine_unavailable]")
     if name == "crash":
-        assert said[-1]["message"].endswith("did not start: RuntimeError: boom at start")
+        assert said[-1]["message"].endswith("did not start: RuntimeError: boom at start [engine_unavailable]")
 
 
 @pytest.mark.parametrize("flags", [["--nonsense"], ["--port", "x"], ["--block-size", "0"], []])

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 _LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3})Z ([A-Z]+) ([\w.]+): (.*)")
+# Of a command's error. The parent's own line, which quotes it, has a code too.
+_CODE = re.compile(r" \[[a-z_]+\]\Z")
 _JOIN_S = 2.0
 
 
@@ -97,4 +99,4 @@ class ChildLog:
             return None
         said = read_line(lines[-1])
         exception = str(said.fields.get("exception", "")).strip().splitlines()
-        return exception[-1] if exception else said.message.removeprefix("error: ")
+        return exception[-1] if exception else _CODE.sub("", said.message.removeprefix("error: "))

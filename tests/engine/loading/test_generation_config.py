@@ -82,7 +82,7 @@ def test_sampling_defaults_come_from_the_model_a_directory_or_the_operator(tmp_p
         ({"top_p": 0}, "generation_config: top_p must be in"),
         ({"temperature": "hot"}, "generation_config: Expected `float | null`, got `str` - at `$.temperature`"),
         ({"temperature": True}, "generation_config: Expected `float | null`, got `bool` - at `$.temperature`"),
-        ({"max_new_tokens": 0}, "generation_config: max_tokens must be between 1"),
+        ({"max_new_tokens": 0}, "generation_config: max_new_tokens must be between 1"),
         ({"presence_penalty": 3}, "generation_config: presence_penalty must be between"),
         ({"repetition_penalty": -1}, "generation_config: repetition_penalty must be between"),
     ],
