@@ -82,7 +82,7 @@ class AdaptiveDrafts:
         self._num_steps += 1
         decodes = not any(rows.request.is_prefilling for rows in scheduled)
         if decodes:
-            self._trials.computed(len(scheduled) + self._num_accepted, self._draft_s + seconds)
+            self._trials.computed(len(scheduled), self._num_accepted, self._draft_s + seconds)
         self._num_accepted, self._draft_s = 0, 0.0
         if self._measures and decodes:
             self._observe(self.target_cost, _parts([(rows.num_rows, rows.start) for rows in scheduled]), seconds)

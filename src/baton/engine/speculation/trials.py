@@ -8,9 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # Of a past period's weight, per period of the same kind.
-_KEEP = 0.8
+_KEEP = 0.9
+# The model's choice stays unless steps without drafts are faster by more than this over the square root of the
+# verifications: about 1.5 standard deviations of the tokens that a verification makes.
+_DOUBT = 0.75
 # Periods until the worse kind is tried again, and if it is worse by more than `_CLEAR`.
-TRY_EVERY, TRY_SELDOM = 8, 32
+TRY_EVERY, TRY_SELDOM = 16, 48
 _CLEAR = 1.15
 # A batch counts as another if it has this many times as many requests, or as few.
 _OTHER_BATCH = 1.3
@@ -18,6 +21,7 @@ _OTHER_BATCH = 1.3
 
 @dataclass(slots=True)
 class StepRate:
+    rows: float = 0.0  # steps, times their requests
     tokens: float = 0.0
     seconds: float = 0.0
 
@@ -26,7 +30,7 @@ class StepRate:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def fade(self) -> None:
-        self.tokens, self.seconds = self.tokens * _KEEP, self.seconds * _KEEP
+        self.rows, self.tokens, self.seconds = self.rows * _KEEP, self.tokens * _KEEP, self.seconds * _KEEP
 
 
 class Trials:
@@ -55,17 +59,20 @@ class Trials:
             return not with_drafts
         ratio = max(with_drafts / without, without / with_drafts)
         tries = self._num_periods % (TRY_SELDOM if ratio > _CLEAR else TRY_EVERY) == 0
-        return (with_drafts > without) != tries
+        doubt = _DOUBT / self._rates[True].rows ** 0.5
+        return (with_drafts * (1.0 + doubt) > without) != tries
 
     def end(self) -> None:
         """Steps from now on are not compared."""
         self._drafts = None
 
-    def computed(self, tokens: int, seconds: float) -> None:
+    def computed(self, num_requests: int, num_accepted: int, seconds: float) -> None:
         """A step. The first one after a change still verifies, or lacks, the last period's drafts."""
         if self._drafts is None:
             return
         if not self._first:
-            self._rates[self._drafts].tokens += tokens
-            self._rates[self._drafts].seconds += seconds
+            rate = self._rates[self._drafts]
+            rate.rows += num_requests
+            rate.tokens += num_requests + num_accepted
+            rate.seconds += seconds
         self._first = False
