@@ -5,6 +5,7 @@ The cost model extrapolates from batches of other sizes. Where drafts save littl
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 # Of a past period's weight, per period of the same kind.
@@ -59,7 +60,7 @@ class Trials:
             return not with_drafts
         ratio = max(with_drafts / without, without / with_drafts)
         tries = self._num_periods % (TRY_SELDOM if ratio > _CLEAR else TRY_EVERY) == 0
-        doubt = _DOUBT / self._rates[True].rows ** 0.5
+        doubt = _DOUBT / math.sqrt(self._rates[True].rows)
         return (with_drafts * (1.0 + doubt) > without) != tries
 
     def end(self) -> None:
