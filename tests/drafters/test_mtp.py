@@ -108,6 +108,19 @@ def alone(path: Path, folder: Path) -> tuple[Any, dict[str, Tensor]]:
     return load_reference(folder), parts
 
 
+def drafts_of_layer(
+    model: Any, module: Any, known_ids: list[int], embedding_norm: Tensor, hidden_norm: Tensor, projection: Tensor
+) -> list[int]:
+    """The draft after each row. `model`: the target. `module`: a model of the module's layer, by transformers."""
+    known, eps = torch.tensor([known_ids]), model.config.rms_norm_eps
+    with torch.inference_mode():
+        hidden, embeds = model.model(known).last_hidden_state[:, :-1], model.model.embed_tokens(known[:, 1:])
+        pairs = (embeds, embedding_norm), (hidden, hidden_norm)
+        x = torch.cat([F.rms_norm(x, x.shape[-1:], weight, eps) for x, weight in pairs], dim=-1) @ projection.T
+        found: list[int] = module(inputs_embeds=x).logits[0].argmax(-1).tolist()
+    return found
+
+
 @pytest.mark.parametrize("shape", ["deepseek_v32", "deepseek_v32-odd", "glm_moe_dsa"])
 def test_drafts_of_sparse_modules_are_those_of_their_layer_alone(
     shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -116,16 +129,8 @@ def test_drafts_of_sparse_modules_are_those_of_their_layer_alone(
     which transformers may choose others."""
     path, prompt = make_mtp_checkpoint(tmp_path / "target", shape, seed=3, index_n_heads=8), random_prompt(33)
     tokens, drafts = drafts_of_the_engine(path, prompt, 1, monkeypatch, max_num_batched_tokens=10)
-    model, (module, parts) = load_reference(path), alone(path, tmp_path / "module")
-    known, config = torch.tensor([prompt + tokens]), model.config
-
-    def normed(x: Tensor, name: str) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], parts[name], config.rms_norm_eps)
-
-    with torch.inference_mode():
-        hidden, embeds = model.model(known).last_hidden_state[:, :-1], model.model.embed_tokens(known[:, 1:])
-        x = torch.cat((normed(embeds, "enorm"), normed(hidden, "hnorm")), dim=-1) @ parts["eh_proj"].T
-        expected = module(inputs_embeds=x).logits[0].argmax(-1).tolist()
+    module, parts = alone(path, tmp_path / "module")
+    expected = drafts_of_layer(load_reference(path), module, prompt + tokens, *parts.values())
     assert len(drafts) > NUM_TOKENS // 2
     # With n known tokens, the last row is n - 2.
     assert drafts == {known: [expected[known - 2]] for known in drafts}

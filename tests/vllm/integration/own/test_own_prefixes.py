@@ -8,18 +8,10 @@ from pathlib import Path
 import pytest
 from vllm.v1.request import RequestStatus
 
-from baton.handoff.session.keys import make_keys
 from testkit.vllm.scheduled_engine import BLOCK, DFLASH, EAGLE3, ScheduledEngine, ticket
 from tests.vllm.integration.test_own_scheduler import Pair, random_entries
 
 pytestmark = pytest.mark.timeout(1800)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("prefixes")
-    make_keys(found / "keys", ["P", "D"])
-    return found
 
 
 @pytest.fixture(scope="module", params=[EAGLE3, DFLASH], ids=["eagle3", "dflash"])

@@ -18,13 +18,6 @@ WINDOW = 2 * BLOCK + 1 - BLOCK // 2  # needs two blocks, and begins in the middl
 Entries = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("windows")
-    make_keys(found / "keys", ["P", "D"])
-    return found
-
-
 @pytest.fixture(scope="module", params=[None, EAGLE3], ids=["alone", "with a drafter"])
 def pair(request: pytest.FixtureRequest, folder: Path) -> Iterator[Pair]:
     ends: list[tuple[str, int | None]] = [("P", 0), ("D", None)]
