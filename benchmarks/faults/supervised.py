@@ -34,14 +34,14 @@ class Supervised:
         with os.fdopen(descriptor, "wb") as output:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         deadline = time.monotonic() + _START_LIMIT_S
-        while (ready := _READY.search(self._log.read_text())) is None:
+        while (ready := _READY.search(self.log())) is None:
             if self._process.poll() is not None or time.monotonic() > deadline:
-                text = self._log.read_text()
+                text = self.log()
                 self.close()
                 raise EngineUnavailableError(f"baton up does not start: {text}")
             time.sleep(0.05)
         self.url = ready[1]
-        self.engines = dict(_ENGINE.findall(self._log.read_text()))
+        self.engines = dict(_ENGINE.findall(self.log()))
 
     @property
     def pids(self) -> dict[str, int]:
@@ -56,6 +56,10 @@ class Supervised:
             if "--engine-id" in words:
                 found[words[words.index("--engine-id") + 1]] = int(pid)
         return found
+
+    def log(self) -> str:
+        """All lines so far, of every process."""
+        return self._log.read_text()
 
     def kill(self, name: str) -> int:
         """Kill an engine with SIGKILL. Returns its process id."""

@@ -27,6 +27,8 @@ from baton.deployment import Deployment
 from baton.models.loading.config_json import read_config
 from benchmarks.vllm.servers import ONE_PROCESS, ServerConfig, serve
 
+# Each server compiles or packs for new shapes; vLLM does so more than once for a shape.
+_WARM_UP_ROUNDS = 5
 TIMEOUT = aiohttp.ClientTimeout(total=300)
 Prompt = list[int]
 Figure = Callable[[aiohttp.ClientSession, str, list[Prompt]], Awaitable[float]]
@@ -60,7 +62,9 @@ FIGURES: tuple[tuple[str, Figure, int, int], ...] = (
     ("TTFT, 2,048 tokens, ms", ttft_ms, 1, 2048),
     ("TPOT, batch 1, ms", tpot_ms, 1, 128),
     ("tokens/s, 8 at once", tokens_per_s, 8, 128),
+    ("tokens/s, 16 at once", tokens_per_s, 16, 128),
     ("tokens/s, 32 at once", tokens_per_s, 32, 128),
+    ("tokens/s, 64 at once", tokens_per_s, 64, 128),
 )
 
 
@@ -72,12 +76,11 @@ async def measure(baton: str, vllm: str, vocab_size: int, rounds: int, only: str
             if only not in name:
                 continue
             values: dict[str, list[float]] = {baton: [], vllm: []}
-            for number in range(rounds + 1):
-                # The first round warms up: each server compiles or packs for new shapes.
+            for number in range(-_WARM_UP_ROUNDS, rounds):
                 for url in (baton, vllm) if number % 2 else (vllm, baton):
                     prompts = [[source.randrange(3, vocab_size) for _ in range(length)] for _ in range(at_once)]
                     value = await figure(session, url, prompts)
-                    if number:
+                    if number >= 0:
                         values[url].append(value)
             print(_line(name, values[baton], values[vllm]), flush=True)
 
