@@ -13,7 +13,7 @@ import torch
 
 from baton.engine.async_engine import AsyncEngine
 from baton.engine.config import EngineConfig
-from baton.kernels.cpu.affinity import bind_team
+from baton.kernels.cpu.affinity import bind_team, end_team
 from baton.kernels.cpu.omp import gomp_parallel
 from testkit.engines import TARGET
 
@@ -96,3 +96,38 @@ def test_an_engines_thread_binds_its_team(engine: AsyncEngine, monkeypatch: pyte
     engine.start()
     assert done.wait(60)
     assert bound == ["baton-engine"]
+
+
+def num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_a_team_ends_and_the_next_region_makes_another() -> None:
+    if gomp_parallel() is None:
+        pytest.skip("another runtime than GNU's")
+
+    def counts() -> tuple[int, int, int]:
+        masks_in_team()
+        before = num_threads()
+        assert end_team()
+        ended = num_threads()
+        assert len(masks_in_team()) == 2
+        return before, ended, num_threads()
+
+    with ThreadPoolExecutor(1) as pool:
+        before, ended, again = pool.submit(counts).result()
+    assert (ended, again) == (before - 1, before)
+
+
+def test_an_engine_that_starts_leaves_no_team_of_the_thread_that_loaded_it(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def note() -> bool:
+        calls.append(threading.current_thread().name)
+        return True
+
+    monkeypatch.setattr("baton.engine.async_engine.end_team", note)
+    engine.start()
+    assert calls == [threading.current_thread().name]

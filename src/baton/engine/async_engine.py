@@ -17,7 +17,7 @@ from baton.engine.metrics import EngineMetrics
 from baton.engine.request_checks import make_request
 from baton.errors import EngineStalledError, EngineUnavailableError, RequestError
 from baton.handoff.agent.agent import HandoffAgent
-from baton.kernels.cpu.affinity import bind_team
+from baton.kernels.cpu.affinity import bind_team, end_team
 from baton.sampling_params import SamplingParams, StructuredOutputsParams
 from baton.waiting import AdmissionLimit
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
@@ -95,6 +95,7 @@ class AsyncEngine:
         return msgspec.structs.replace(self._engine.info, clock=time.monotonic())
 
     def start(self) -> None:
+        end_team()  # made by this thread while it loaded
         self._thread.start()
 
     def close(self) -> None:

@@ -1,9 +1,13 @@
-"""Bind the two threads of an OpenMP team to one core each.
+"""The OpenMP teams of an engine's process: one thread per core, and no team that nobody uses.
 
-Linux may wake both on one core and leave them there for 60 ms, most of a short prompt. Larger teams are not bound: the
-runtime ends threads that smaller work does not need, and later ones would inherit their parent thread's core. Nor are
-engines that share cores (`up` sets `OMP_PROC_BIND` to false for them): their bound threads would wait for each other
-while a core idles.
+`bind_team`: Linux may wake both threads on one core and leave them there for 60 ms, most of a short prompt. Larger
+teams are not bound: the runtime ends threads that smaller work does not need, and later ones would inherit their parent
+thread's core. Nor are engines that share cores (`up` sets `OMP_PROC_BIND` to false for them): their bound threads would
+wait for each other while a core idles.
+
+`end_team`: libgomp counts the threads of all teams of a process. If they are more than the cores, threads sleep soon
+after each parallel region (`gomp_throttled_spin_count_var`), and waking them costs a prompt of 128 tokens a sixth of
+its time.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from baton.kernels.cpu.omp import gomp_parallel
 
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _THREADS = 2
+_PAUSE_SOFT = 1
 
 
 def bind_team() -> bool:
@@ -41,3 +46,15 @@ def bind_team() -> bool:
 
     team(_CALLBACK(bind), None, _THREADS, 0)
     return True
+
+
+def end_team() -> bool:
+    """End the calling thread's team; its next parallel region makes a new one. Returns whether that was done.
+
+    `omp_pause_resource_all` (OpenMP 5.2, 18.6.2), not within a parallel region.
+    """
+    team = gomp_parallel()
+    if team is None:
+        return False
+    pause = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD).omp_pause_resource_all
+    return bool(pause(_PAUSE_SOFT) == 0)
