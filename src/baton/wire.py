@@ -61,7 +61,8 @@ class HandoffParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     `prefix_len`: only cached KV moves, from the engine with role `prefill` into the prefix cache of the one with role
     `decode`, and nothing is computed. The first sends at most this many tokens of the prompt, and reports with its
-    first chunk how many it holds; the second takes so many. Less than the prompt's length. None: a leg of a request.
+    first chunk how many it holds; the second takes so many. Less than the prompt's length. None: a
+    leg of a request.
 
     `window_start`: for the second, the first chunk's `window_start`. `prefix_multiple`: for the first: the prefix ends
     at a multiple of it.
@@ -83,8 +84,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     - `max_prefill_tokens`: an engine that lacks the KV of more tokens declines the request as `prefix_missing`.
     - `timings`: the engine sends `LegTimings` with its first tokens.
     - `waited_s`: seconds since the request began, if earlier attempts failed: it keeps its place in the queue.
-    - `priority`: lower runs first, as in vLLM. `ttft_slo_s`: how soon the first token should come; of equal priority,
-      the request whose first token is due earlier runs first.
+    - `priority`: lower runs first, as in vLLM. `ttft_slo_s`: how soon the first token should come.
     - `identity`: an engine with another `comparison.token_identity` refuses the request.
     - `adapter`: NAME@DIGEST of a LoRA adapter, of `EngineInfo.adapters`. Baton's engines have none.
     """

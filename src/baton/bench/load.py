@@ -1,4 +1,4 @@
-"""Sends a load to an OpenAI server: streamed requests at given times, with their outcomes."""
+"""Streamed requests to an OpenAI server at given times, with their outcomes."""
 
 from __future__ import annotations
 

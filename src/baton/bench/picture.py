@@ -24,7 +24,7 @@ def check_picture(path: str) -> None:
 
 
 def draw_sweep(curves: Curves, path: str) -> None:
-    """Draw results of `baton bench serve`, by curve name, each curve in the order of its rates.
+    """Results of `baton bench serve`, by curve name, each curve in the order of its rates.
 
     Four plots: requests per second served within the objectives, if any, TTFT and TPOT (median and 99th percentile),
     and the share of failed requests. A missing figure leaves a gap. Raises `ConfigError`.

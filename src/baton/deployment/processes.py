@@ -61,7 +61,7 @@ class Deployment:
     - `kv_transport`: `file` without a path uses a temporary directory of the deployment.
     - `port`: the first router's. `engine_port_base`: the first engine's. 0, and other routers: free ports.
     - `named`: gives a child's error about a setting the name under which the user gave it.
-    - `on_progress`: called with each child's progress. `forward`: with a child's name and each line of its log.
+    - `forward`: called with a child's name and each line of its log.
     - `shutdown_timeout_s`: for a child that gets a signal. Close the deployment only after its requests have ended.
     - `data_ranks`: data-parallel ranks per engine, by role. Each rank is an engine to the router.
 

@@ -1,9 +1,8 @@
-"""Gemma 4's assistant (Google, 2026): a few Gemma 4 layers without keys and values, as in transformers.
+"""Gemma 4's assistant (Google, 2026): a few Gemma 4 layers without keys and values, as in transformers
+(docs/drafters.md).
 
-Each layer attends to the target's last layer of its kind. The first draft comes from the last known token and the
-target's final-norm state of the row before it, a further one from the draft and state before it. All drafts of a round
-have the last known token's position and see the same keys: all before it, with a window the last `sliding_window` + 1.
-So the assistant keeps nothing, and a handoff carries only its drafts.
+Each layer attends to the target's last layer of its kind. All drafts of a round have the last known token's position
+and see the same keys: all before it, with a window the last `sliding_window` + 1.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ class Assistant(nn.Module):
         self.post_projection = Linear(size, target.hidden_size, build)
         self.lm_head = Linear(size, config.vocab_size, build)
         self.masked_embedding = Clusters(raw, config, build) if get_bool(raw, "use_ordered_embeddings") else None
-        # It drafts at all positions of the target, even beyond its own config.
+        # It drafts even beyond its own config.
         length = max(config.max_position, target.max_position) + 1
         self._rotaries, self._rotary_of = rotaries(replace(config, max_position=length), build)
 

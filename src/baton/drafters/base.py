@@ -78,11 +78,10 @@ class DraftBatch:
 class Drafter(Protocol):
     """A drafting method. `extend` runs for every batch, and then `draft` if any request gets drafts.
 
-    `kv_layers`: the KV cache spec of each layer. Layers of different kinds or shapes form different groups; a drafter
-    without layers needs no pages. `kv_modules`: for each layer, how many later tokens an entry depends on (1: row i
-    takes x_{i+1}; a drafter with a number above 1 is a `ChainDrafter`). None: the layer reads tokens only, as the
-    target does, and its rows need not be the ones that the target has just computed. `aux_layers`: target layers whose
-    input residual streams `combine` gets. `needs_contexts`: batches carry all known tokens of their requests.
+    `kv_layers`: the KV cache spec of each layer. `kv_modules`: for each layer, how many later tokens an entry depends
+    on (1: row i takes x_{i+1}; a drafter with a number above 1 is a `ChainDrafter`). None: the layer reads tokens only,
+    as the target does, and its rows need not be the ones that the target has just computed. `aux_layers`: target layers
+    whose input residual streams `combine` gets.
     """
 
     @property

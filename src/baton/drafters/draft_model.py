@@ -1,8 +1,7 @@
 """A complete small model of any registered type as the drafter (Leviathan et al., 2023, arXiv:2211.17192).
 
-It reads tokens only: entry i of its KV, which row i of a batch writes, depends on x_0..x_i, like the target's. The
-token after a request's last row is computed for the first draft, and again as a row of the next batch. So states
-continue from the last row, not from drafts.
+It reads tokens only: entry i of its KV, which row i of a batch writes, depends on x_0..x_i, like the target's. States
+continue from the last row, not from drafts (docs/drafters.md).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """DSpark (DeepSeek, 2026): a DFlash trunk whose drafts depend on each other.
 
 As in vLLM: the last known token's row predicts the first draft, so a block has as many rows as drafts. A Markov head of
-low rank adds the bias `markov_w2 markov_w1[token before]` to logits. The confidence head, which may end a block early,
-is not used.
+low rank adds the bias `markov_w2 markov_w1[token before]` to logits.
 """
 
 from __future__ import annotations

@@ -5,9 +5,7 @@ size by `fc`. The first layer attends over cat(input_layernorm(embedding of x_{i
 h, or the normed h with `norm_before_residual`. The LM head reads the final norm's output; the next draft step reads its
 input.
 
-EAGLE-3.1 (arXiv:2605.09992) adds three flags: `fc_norm`, a norm per target layer before `fc`; `norm_before_fc`, one
-norm over the concatenated features; `norm_output`: the next draft step reads the final norm's output. No tensor shows
-whether the last one is set.
+EAGLE-3.1 (arXiv:2605.09992) adds `fc_norm`, `norm_before_fc` and `norm_output` (docs/drafters.md).
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class HeadDrafter(nn.Module, ABC):
         self.kv_modules = [1] * len(self.kv_layers)
         self.draft_to_target = None
         self._device = build.device
-        # The head drafts at all positions of the target, even beyond its own config's length.
+        # The head drafts even beyond its own config's length.
         length = max(config.max_position, target.max_position)
         self.rotary = Rotary(config.rope, config.rotary_dim or config.head_dim, length, build.dtype, build.device)
         # Functions, not modules: registering a shared module would make its weights this head's. The head takes
@@ -109,7 +109,6 @@ class HeadDrafter(nn.Module, ABC):
         return out_TE, feedback_TE
 
     def draft(self, batch: DraftBatch, extended: tuple[Tensor, Tensor]) -> list[list[int]]:
-        """Draft each token from the previous state and token."""
         drafts: list[list[int]] = [[] for _ in batch.num_drafts]
         going = np.flatnonzero(batch.num_drafts)
         last = batch.query_start[1:][going].astype(np.int64) - 1

@@ -1,7 +1,6 @@
 """Reads the `config.json` of a head, in the formats of all projects that publish heads.
 
-Ignoring a flag that changes a head's arithmetic would only lower acceptance, unnoticed, so a flag that is set and
-unknown is refused by name.
+A flag that is set and unknown is refused by name (docs/drafters.md, "Heads from other projects").
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """Drafting with a target's own multi-token prediction modules (DeepSeek-V3 and V4, GLM-4.5, Qwen3.5, Nemotron 3),
-stored in its checkpoint.
-
-The last module runs again on its own output, as in vLLM with one module (transformers stops at one draft per
-module).
+stored in its checkpoint. The last module runs again on its own output, as in vLLM with one module.
 """
 
 from __future__ import annotations

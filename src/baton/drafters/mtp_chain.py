@@ -72,7 +72,6 @@ class MtpChain(MtpHead):
         return extended.mtp_hidden
 
     def draft(self, batch: DraftBatch, extended: Extended) -> list[list[int]]:  # type: ignore[override]
-        """One draft from each module, then further drafts from the last one."""
         assert batch.chain is not None
         spans, stops = batch.chain.spans, batch.positions[batch.query_start[1:] - 1] + 1
         drafts: list[list[int]] = [[] for _ in batch.num_drafts]
@@ -120,7 +119,7 @@ class MtpChain(MtpHead):
         positions: IntArray,
         counts: IntArray,
     ) -> Tensor:
-        """Run `module` on `counts` rows of each request. Returns states [T, E]."""
+        """`counts`: rows of each request. Returns states [T, E]."""
         if not len(positions):
             return states
         query_start = np.concatenate(([0], np.cumsum(counts[counts > 0]))).astype(np.int32)

@@ -1,8 +1,8 @@
 """The heads of a target's own multi-token prediction modules (DeepSeek-V3, arXiv:2412.19437, 2.2).
 
-Row i of module j (from 1) takes a state of position i and x_{i+j}: eh_proj(enorm(embedding), hnorm(state)), one layer
-of the target's kind, and a norm. The state is the target's final-norm state for the first module, and the output of
-module j - 1 for the others. The target's LM head reads the output.
+Row i of module j (from 1) takes x_{i+j}, and the target's final-norm state of position i or the output of module j - 1:
+eh_proj(enorm(embedding), hnorm(state)), one layer of the target's kind, and a norm. The target's LM head reads the
+output.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class NGram:
 
 
 def _follow(tokens: IntArray, least: int, most: int) -> IntArray:
-    """The tokens after the first occurrence of the longest n-gram at the end. Empty if it occurs nowhere else."""
+    """Empty if the n-gram occurs nowhere else."""
     ends = np.arange(len(tokens) - 1)  # possible ends of an occurrence: before the last token
     found, length = ends, 0
     for back in range(min(most, len(tokens) - 1)):

@@ -1,4 +1,4 @@
-"""Loads drafters by method; their modules are imported on first use."""
+"""Drafters by method, imported on first use."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def load_drafter(
     options: Mapping[str, int] | None = None,
     quantization: str | None = None,
 ) -> Drafter:
-    """Build a drafter for `target` and load its weights. It uses the target's embeddings or LM head if it has none.
+    """A drafter uses the target's embeddings or LM head if it has none.
 
     `path`: the drafter's checkpoint, or the target's for a method without one. `dtype` "auto" is the target's.
     `options`: settings of the method. Raises `ConfigError` for an unknown method, `CheckpointError` for a bad

@@ -33,7 +33,7 @@ _Delivery = tuple[TokenChunk, bool] | None
 class _Stream:
     """One request's chunks, from the engine thread to its event loop.
 
-    `begun`: earlier chunks belong to a previous request with the same id.
+    Chunks before `begun` belong to a previous request with the same id.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,6 @@ class _Stream:
 
 
 def _cache_config(config: EngineConfig, num_tokens: int) -> dict[str, str]:
-    """The labels of vLLM's `cache_config_info` metric."""
     size = block_sizes(config.block_size)[""]
     return {
         "block_size": str(size),
@@ -64,8 +63,8 @@ def _cache_config(config: EngineConfig, num_tokens: int) -> dict[str, str]:
 
 
 def _let_the_loop_send() -> None:
-    """Release the GIL so that the event loop can send first tokens. Otherwise it waits up to 1.4 ms: each drafter
-    kernel ends before the waiting thread has woken up, and the next one takes the GIL again.
+    """Let the event loop send first tokens. Otherwise it waits up to 1.4 ms for the GIL: each drafter kernel ends
+    before the waiting thread has woken up.
     """
     time.sleep(_YIELD_S)
 
@@ -91,7 +90,6 @@ class AsyncEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """The engine's info, with its clock's current time."""
         return msgspec.structs.replace(self._engine.info, clock=time.monotonic())
 
     def start(self) -> None:

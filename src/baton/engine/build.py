@@ -138,7 +138,7 @@ def _build(
     device = torch.device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", "cuda is not available here")
-    # Before loading weights, so that a missing library fails at once.
+    # Before loading weights: a missing library fails at once.
     ticket_key = load_or_create_key(config.ticket_key_path) if config.ticket_key_path else None
     transports: list[Transport] = []
     for _ in range(config.num_ranks if ticket_key else 0):

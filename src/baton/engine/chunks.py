@@ -18,7 +18,7 @@ def step_chunk(
     stop_reason: int | None,
     clock: Clock,
 ) -> TokenChunk:
-    """The tokens of one step, already appended to the request. `drafts`: (proposed, accepted), or empty."""
+    """`token_ids` are already appended to the request. `drafts`: (proposed, accepted), or empty."""
     position = request.num_output - len(token_ids)
     return TokenChunk(
         request_id=request.request_id,

@@ -36,7 +36,7 @@ EmitChunk = Callable[[TokenChunk, bool], None]
 
 
 class EngineCore:
-    """Runs on the engine thread, where it calls `emit(chunk, last)`; other threads `post`."""
+    """Calls `emit(chunk, last)` on the engine thread; other threads `post`."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class EngineCore:
         self._emit_chunk(request, True, finish_reason=reason, error=error, recoverable=recoverable)
 
     def _end(self, request: Request, reason: FinishReason | None, error: str | None = None) -> None:
-        """All requests end here. `reason`: None for a prefill leg whose request continues on D."""
+        """`reason`: None for a prefill leg whose request continues on D."""
         if self.requests.get(request.request_id) is request:
             del self.requests[request.request_id]
         if request.status is not RequestStatus.AWAITING_RELEASE:  # else `_await_release` has counted it
@@ -258,7 +258,7 @@ class EngineCore:
                 self.finish(request, "error", f"queue_timeout: no room within {self.queue_timeout_s:g} s")
 
     def _finalise(self, scheduled: Sequence[ScheduledRows], draft_rows: Sequence[DraftRows]) -> None:
-        """After target and drafter: enter the prefix cache, declare, hold or end requests, and free windows."""
+        """After target and drafter."""
         for drafted in draft_rows:
             drafted.request.num_drafted = drafted.stop
             self.cache.accept(drafted.request.kv, 0, drafted.stop, "draft")
@@ -281,7 +281,7 @@ class EngineCore:
                 self._await_release(request)
         elif request.finish_reason is not None:
             self._end(request, request.finish_reason)
-        # A prefix store reads the prompt's pages once all are computed.
+        # A prefix store reads them once all are computed.
         if request.status is RequestStatus.RUNNING and not (request.is_prefilling and self.prefix_store is not None):
             known, first = len(request.token_ids), request.first_drafted
             self.cache.slide(request.kv, known, request.num_computed, request.num_drafted, first)
@@ -295,7 +295,7 @@ class EngineCore:
         return min((self.cache.num_final(name, known, computed, drafted) for name in paged), default=computed)
 
     def _committed(self, request: Request, seeds: Seeds) -> None:
-        """Start decoding a received request. Its first step verifies the received drafts."""
+        """The first step verifies the received drafts."""
         request.num_computed = request.prefill_len
         if request.num_output == 0:
             self.emit(seed_chunk(request, seeds, None, None, self.clock), False)

@@ -112,7 +112,7 @@ class LocalExecutor:
         return result
 
     def _scored(self, plan: StepPlan, output: TargetOutput) -> Iterator[tuple[PromptLogprobRows, Tensor]]:
-        """Blocks of the rows to score, with logits [rows, V]: a whole prompt's would take gigabytes."""
+        """In blocks, with logits [rows, V]: a whole prompt's would take gigabytes."""
         found = plan.scored
         for first in range(0, 0 if found is None else len(found.row), _SCORED_ROWS):
             assert found is not None

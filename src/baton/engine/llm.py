@@ -1,4 +1,4 @@
-"""Offline generation in one process: `LLM.generate` and `LLM.chat`, as in vLLM."""
+"""Offline generation in one process, as in vLLM."""
 
 from __future__ import annotations
 

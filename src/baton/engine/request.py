@@ -55,9 +55,8 @@ class Request:
     """One sample of one prompt.
 
     `token_ids` holds prompt and output. Target KV is valid for [0, num_computed), drafter KV for [0, num_drafted).
-    While decoding, `num_computed == len(token_ids) - 1`: the last token has no KV yet. A request that resumes with
-    known output (preemption, failover) prefills all tokens but the last, without sampling, so its drafts equal an
-    uninterrupted run's. A handoff moves [0, prefill_len).
+    While decoding, `num_computed == len(token_ids) - 1`: the last token has no KV yet. For known output see
+    docs/lifecycle.md ("Known tokens"). A handoff moves [0, prefill_len).
     """
 
     def __init__(
@@ -160,7 +159,7 @@ class Request:
         return allowed
 
     def drafted(self, draft_ids: list[int]) -> None:
-        """Keep the leading drafts that the grammar and the request allow and after which a token can be chosen."""
+        """Keep the leading drafts that are allowed and after which a token can be chosen."""
         if self.matcher is not None:
             draft_ids = draft_ids[: self.matcher.follows(self.output_ids, draft_ids)]
         if self.sampler.restricts:

@@ -1,4 +1,4 @@
-"""The times of one request, for its metrics, its place in a queue and the first chunk of a leg."""
+"""The times of one request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class RequestTimes:
 
     def __init__(self, wire: GenerateRequest) -> None:
         self.queued_at = 0.0  # its arrival
-        self.started_at: float | None = None  # the prompt's first step here; None for a decode leg
+        self.started_at: float | None = None  # the first step here; None for a decode leg
         self.committed_at: float | None = None  # of the handoff; None after the first step
         self.runs_since: float | None = None  # first step, or commit of the handoff
         self._waited_s = wire.waited_s  # earlier, in other attempts

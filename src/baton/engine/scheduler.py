@@ -1,7 +1,7 @@
 """Continuous batching with chunked prefill under a token budget, and preemption by recompute.
 
 A verification is scheduled whole or not at all: if drafts were cut under load, acceptance would depend on other
-requests. Prefill legs get all pages at admission and are never preempted: a transport may read pages declared final.
+requests. Prefill legs are never preempted: a transport may read pages declared final.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class Scheduler:
     def schedule(self) -> list[ScheduledRows]:
         """The rows of the next step: verifications first, then prefill chunks in order of arrival.
 
-        A prompt that does not fit, the *long* one, leaves half of the step to later ones that do, including waiting
-        ones, then to one that lacks less than itself, and gets the rest. Others wait.
+        A prompt that does not fit is the *long* one: docs/router.md ("Who waits for whom") says what it leaves to
+        others.
         """
         batch = _Batch(self.max_num_batched_tokens)
         for request in list(self.running):
@@ -128,9 +128,7 @@ class Scheduler:
             batch.add(request, num_rows)
 
     def _continue_prompts(self, batch: _Batch) -> Request | None:
-        """Schedule the running prompts. Returns the long prompt whose turn it is, of those that got a part of the
-        step.
-        """
+        """Returns the long prompt whose turn it is, of those that got a part of the step."""
         prefilling = sorted((one for one in self.running if one.is_prefilling), key=lambda one: one.turn)
         long: Request | None = None
         if prefilling and self.waiting and self.waiting[0].turn < prefilling[0].turn:
@@ -232,7 +230,7 @@ class Scheduler:
         found = self.cache.find(request.kv, request.token_ids, request.prefill_len)
         return request.prefill_len - min(hit.num_tokens for hit in found.values())
 
-    # ------------------------------------------------------------ requests that begin again, receive or end
+    # ------------------------------------------------------------ other transitions
 
     def preempt(self, request: Request) -> None:
         """The request recomputes later, before requests that have not started."""

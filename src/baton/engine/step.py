@@ -106,7 +106,7 @@ class StepRunner:
                 request.times.mark_chunk(rows.num_rows, self.clock.monotonic())
 
     def _run_batch(self, scheduled: Sequence[ScheduledRows]) -> StepOutcome:
-        """Run the rows in one forward. Requests that fail together run again alone."""
+        """Requests that fail together run again alone."""
         allowed, refused = allowed_tokens(scheduled)
         if refused:
             others = [rows for rows in scheduled if rows.request not in refused]
@@ -141,9 +141,7 @@ class StepRunner:
     def _emit_tokens(
         self, scheduled: Sequence[ScheduledRows], sampled: Sequence[SampledRequest], result: StepResult, began: float
     ) -> dict[Request, Exception]:
-        """Verify drafts; append and emit each request's tokens. Returns the requests that fail. `began`: the forward's
-        start, by the timer of `adaptive`.
-        """
+        """Returns the requests that fail. `began`: the forward's start, by the timer of `adaptive`."""
         failed: dict[Request, Exception] = _note_scores(scheduled, result.scores)
         choices = result.choices.tolist()
         any_first = any(one.request.num_output == 0 for one in sampled)
@@ -222,7 +220,7 @@ class StepRunner:
             self.metrics.prefill_time.observe(self.clock.monotonic() - request.times.started_at)
 
     def _end_without_tokens(self, scheduled: Sequence[ScheduledRows]) -> None:
-        """End requests that want only prompt logprobs (`max_tokens` 0) when their prompt is computed."""
+        """Requests that want only prompt logprobs (`max_tokens` 0) end with their prompt."""
         for rows in scheduled:
             request = rows.request
             if request.params.max_tokens == 0 and rows.start + rows.num_rows == request.prefill_len:
@@ -235,7 +233,7 @@ class StepRunner:
     def _advance(
         self, scheduled: Sequence[ScheduledRows], plan: StepPlan, failed: Container[Request]
     ) -> list[DraftRows]:
-        """Update how far each request is computed. Returns the drafter's rows."""
+        """Returns the drafter's rows."""
         draft_rows: list[DraftRows] = []
         late: list[tuple[Request, int]] = []
         for rows, first in zip(scheduled, plan.rows.query_start.tolist(), strict=False):
@@ -316,9 +314,7 @@ def _joined(parts: Sequence[StepOutcome]) -> StepOutcome:
 def _note_scores(
     scheduled: Sequence[ScheduledRows], scores: Iterable[TokenLogprobs | None]
 ) -> dict[Request, Exception]:
-    """Store prompt logprobs. Returns the requests with non-finite logits. A recomputed prompt gets the same logprobs
-    again.
-    """
+    """Returns the requests with non-finite logits. A recomputed prompt gets the same logprobs again."""
     left = iter(scores)
     failed: dict[Request, Exception] = {}
     for rows in scheduled:

@@ -1,4 +1,4 @@
-"""One engine's KV cache manager: pools, block tables, prefix hits, sliding windows, states, quarantine.
+"""One engine's KV cache manager.
 
 The scheduler counts in tokens, the pools in pages of their group's size. Not thread-safe: the engine thread owns it.
 """
@@ -136,8 +136,7 @@ class KVCache:
     ) -> bool:
         """Share the hits' whole pages, copy partly hit ones, and allocate the rest, for all groups or for none.
 
-        A checkpoint is copied like a partly hit page. If no slot is left for the copy and no request uses the
-        checkpoint, it becomes the request's own state, so a hit never needs more slots than a miss.
+        A checkpoint is copied like a partly hit page or, if no slot is left, becomes the request's own state.
         """
         counts: dict[str, tuple[int, list[int], int]] = {}
         taken_over: set[str] = set()
@@ -186,8 +185,8 @@ class KVCache:
     def plan_checkpoints(
         self, tables: BlockTables, tokens: Sequence[int], start: int, stop: int, owner: Owner = "target"
     ) -> None:
-        """Allocate slots for checkpoints within rows [start, stop) of known tokens: at multiples of the interval, and
-        at the last whole pages if the known tokens end there. A drafter's rows are always known.
+        """Allocate slots for checkpoints within rows [start, stop) of known tokens (docs/lifecycle.md, "Kinds of
+        cache"). A drafter's rows are always known.
 
         They take at most half of the slots that are free or hold older checkpoints (or the only one), latest first.
         """

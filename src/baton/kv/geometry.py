@@ -1,8 +1,8 @@
 """Memory layout of one group's KV cache on one rank, and the byte runs of copies.
 
 A plane has five axes with byte strides (layer, page, token, head, element). Block-major, layer-major, NHD, HND, head
-shards and pipeline stages differ only in strides, counts and ids, so one planner serves all. A group spread over
-several regions (for example one tensor per layer) has several geometries with disjoint `layer_ids`.
+shards and pipeline stages differ only in strides, counts and ids, so one planner serves all. A group in several regions
+(such as one tensor per layer) has several geometries with disjoint `layer_ids`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ Hits = dict[str, PrefixHit]
 def look_up(
     pools: Mapping[str, PagePool], tables: BlockTables, tokens: Sequence[int], limit: int, spare: int = 0
 ) -> Hits:
-    """Each group's hit. Reuses the last lookup while the prefix cache has not changed."""
+    """Reuses the last lookup while the prefix cache has not changed."""
     hits: Hits = {}
     for name, pool in pools.items():
         asked = pool.version, limit, len(tokens), spare

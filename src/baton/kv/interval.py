@@ -1,20 +1,18 @@
 """Token intervals, and the rules of each group kind: which entries are final, wanted, and still needed.
 
-A handoff addresses KV by half-open token intervals. Lookahead slots are in no interval, so they cannot be sent.
+Lookahead slots are in no interval, so they cannot be sent.
 
 `module` determines which tokens entry i of a group depends on:
 
-- 0, the target: x_0..x_i. An entry is final once it is computed.
-- j >= 1, a drafter (MTP module j; EAGLE and EAGLE-3: 1): also x_{i+1}..x_{i+j}. For a prompt
-  of n tokens, entries [0, n - j) are final once computed, and entry n - j once the first output token x_n is known.
-  Later entries depend on unverified drafts.
-- None, a drafter whose entries depend on no later token: as the target.
+- 0, the target: x_0..x_i. An entry is final once it is computed. - j >= 1, a drafter (MTP module j; EAGLE and EAGLE-3:
+1): also x_{i+1}..x_{i+j}. Entry n - j of a prompt of n tokens is final once the first output token x_n is known. -
+None, a drafter whose entries depend on no later token: as the target.
 
 A state group has one slot, the interval [0, 1), for any number of tokens. It is final when the state has seen all of
 them.
 
 A compressed group keeps an entry for each `rate` tokens, in the bytes of these tokens. The entry is written with its
-last token, so the group's final, wanted and hit tokens end at multiples of `rate`; the tokens after them have nothing.
+last token, so the group's final, wanted and hit tokens end at multiples of `rate`.
 """
 
 from __future__ import annotations
@@ -146,8 +144,8 @@ class Rules:
     def num_scratch(self, num_drafts: int) -> int:
         """Scratch slots of a state group, without the request's own. Other kinds write drafts into lookahead slots.
 
-        A verification keeps the state after each of its rows. A drafter needs a slot for the state after the last known
-        token, and two in turn for the states after drafts. The last draft needs no state.
+        A verification keeps the state after each of its rows; for drafters see docs/drafters.md ("Draft models with
+        states").
         """
         if self.kind != "state":
             return 0

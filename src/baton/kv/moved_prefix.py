@@ -1,8 +1,6 @@
-"""Prefixes that move between engines' prefix caches: the pages of both sides.
+"""Pages of prefixes that move between engines' prefix caches (docs/protocol.md, "Prefixes").
 
-The source shares cached pages, so it never waits for any. The destination takes exclusive pages for whole pages of the
-prefix only, which become cached when all bytes are there. A drafter's last entries depend on known tokens too, because
-the prompt goes on after the prefix.
+A drafter's last entries depend on known tokens too, because the prompt goes on after the prefix.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Page pool of one group: reference counts, contiguous runs, quarantine, and the prefix cache.
+"""Page pool of one group.
 
 A page is in exactly one state: free, referenced (count >= 1), cached (count 0, content kept, evictable in LRU order) or
 quarantined (its request has ended, but a transport may still touch it). Page 0 is the null page and is never allocated.
-Allocation prefers runs of adjacent page ids, which the planner merges into one copy. Owned by the engine thread.
+Owned by the engine thread.
 """
 
 from __future__ import annotations
@@ -109,8 +109,7 @@ class PagePool:
                 self._refs[page] = self._refs.get(page, 0) + 1
 
     def release(self, pages: Iterable[int], quarantine: bool = False) -> None:
-        """Drop one reference to each page except null pages. With `quarantine`, pages without references stay out of
-        use until `leave_quarantine`."""
+        """Null pages are skipped. With `quarantine`, pages without references stay out of use until `leave_quarantine`."""
         free: list[int] = []
         # Tail first, so that the last page of a chain is evicted before the pages that lead to it.
         for page in reversed(list(pages)):
@@ -159,7 +158,7 @@ class PagePool:
             self._forget(page)
 
     def forget_chain(self, chain: Iterable[bytes]) -> None:
-        """Remove the pages with these digests from the prefix cache; unreferenced ones are free then."""
+        """Unreferenced pages are free then."""
         pages = [self._by_hash[digest] for digest in chain if digest in self._by_hash]
         self.forget(pages)
         free = [page for page in pages if page in self._evictable]

@@ -1,8 +1,7 @@
-"""The slots of a state group, and the checkpoints in them.
+"""The slots of a state group, and the checkpoints in them (docs/lifecycle.md, "Kinds of cache").
 
-A state cannot be truncated, so a prefix hit needs a checkpoint, taken at multiples of `interval` tokens, and where a
-request's known tokens end at a multiple of `step`; the next of these replaces the last. It occupies a slot, is found by
-the hash chain of the tokens before it, and is evicted when a request needs the slot.
+A checkpoint is at a multiple of `interval` tokens, or where a request's known tokens end at a multiple of `step`; the
+next of these replaces the last.
 """
 
 from __future__ import annotations

@@ -12,11 +12,7 @@ from baton.setting import json_object
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where an engine publishes its KV events. Names and defaults are vLLM's, but `endpoint` is on loopback: the events
-    contain the prompts' tokens.
-
-    - `endpoint`: where the PUB socket binds. Data-parallel rank r adds r to the port; `*`: a free port.
-    - `replay_endpoint`: of the ROUTER socket that repeats the last `buffer_steps` batches; None: there is none.
-    - `hwm`: batches that wait for a slow subscriber. `max_queue_size`: events that wait to be published.
+    contain the prompts' tokens. See docs/router.md ("KV events").
     """
 
     enable_kv_cache_events: bool = False

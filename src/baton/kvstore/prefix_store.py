@@ -1,9 +1,8 @@
 """Keeps KV of prompts in a `FileStore`, which outlives engines and is shared by all engines of a model.
 
-An entry holds the pages of one span (about `SPAN_TOKENS` tokens) in every group, including the drafter's, under a key
-over the model and all tokens that they depend on. Pages that are found enter the prefix cache before the request is
-scheduled. Only engines that compute prompts write: received KV must not be shared. States have one entry per prompt,
-after its last span that ends at a checkpoint.
+An entry holds the pages of one span (about `SPAN_TOKENS` tokens) in every group (docs/transports.md). Only engines that
+compute prompts write: received KV must not be shared. States have one entry per prompt, after its last span that ends
+at a checkpoint.
 """
 
 from __future__ import annotations

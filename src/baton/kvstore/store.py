@@ -4,9 +4,9 @@ An entry is one safetensors file of named uint8 tensors and strings. Its key is 
 content, or a name of it, such as `content_key(context, token_ids)`. Equal keys mean equal content, so an entry is never
 written twice.
 
-An entry appears atomically, by a rename, but is not synchronised to the disk: a power failure may truncate it. Above
-`max_bytes` the least recently used entries are removed, except those used in the last `KEEP_S` seconds, which may be
-about to be read. Whoever can write to the directory can forge an entry under a named key, but not under a digest.
+An entry appears atomically, but a power failure may truncate it; entries used in the last `KEEP_S` seconds are not
+evicted (docs/transports.md). Whoever can write to the directory can forge an entry under a named key, but not under a
+digest.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class FileStore:
-    """A store that any number of threads and processes may use at once."""
+    """For any number of threads and processes at once."""
 
     def __init__(self, directory: str | Path, max_bytes: int = 8 << 30) -> None:
         """Creates a missing directory for this user only; expands `~`. `max_bytes` bounds all entries together; each

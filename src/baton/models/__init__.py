@@ -1,1 +1,1 @@
-"""Target models: one file per architecture, loaded from Hugging Face checkpoint directories."""
+"""Target models, from Hugging Face checkpoint directories."""

@@ -136,7 +136,7 @@ def get_bool(raw: RawConfig, name: str, default: bool = False) -> bool:
 
 
 def get_rope(raw: RawConfig, max_position: int) -> RopeSpec:
-    """The rotary embedding, from the old fields (`rope_theta`, `rope_scaling`) or the new one (`rope_parameters`)."""
+    """From the old fields (`rope_theta`, `rope_scaling`) or the new one (`rope_parameters`)."""
     return read_rope(rope_section(raw), raw, max_position)
 
 

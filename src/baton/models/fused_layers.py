@@ -140,7 +140,7 @@ class FusedLayers:
         return work
 
     def call(self, work: Work, passes: Int64, *held: object) -> None:
-        """`held`: objects whose addresses `passes` [P, NUM_FIELDS] contain. Raises `BatonError` for a bad slot."""
+        """`held`: objects whose addresses are in `passes` [P, NUM_FIELDS]. Raises `BatonError` for a bad slot."""
         per_pass = (len(self._table) * at.STAGES_PER_LAYER + at.STAGES_OF_DRAFTS) * STAGE_BYTES
         stages = np.zeros(len(passes) * per_pass // 8, dtype=np.int64)
         passes[:, at.STAGES] = stages.ctypes.data + per_pass * np.arange(len(passes))

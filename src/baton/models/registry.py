@@ -1,4 +1,4 @@
-"""Architectures by `model_type`, each imported only if a checkpoint has it."""
+"""Architectures by `model_type`, imported on first use."""
 
 from __future__ import annotations
 

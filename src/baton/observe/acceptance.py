@@ -101,7 +101,7 @@ class AcceptanceTotals:
         self._groups: dict[Group, GroupTotals] = {}
 
     def observe(self, request: RequestAcceptance) -> None:
-        """Count a request. It had at least one verification with drafts."""
+        """The request had at least one verification with drafts."""
         totals = self._groups.pop(request.group, None) or GroupTotals()
         self._groups[request.group] = totals
         totals.add(request)

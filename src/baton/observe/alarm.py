@@ -1,11 +1,5 @@
 """Alarms on acceptance: engines whose drafts are accepted far less often than others', by more than chance.
-
-A decode engine has one drafter, so its own drafts are judged over all routes, against the last requests of the same
-route on other engines. The effect of a handoff is judged by engine pair: the first verification (of the prefill
-engine's drafts) and the later ones.
-
-An alarm means less than half of the acceptance elsewhere, a fall that different prompts do not explain. For handed-off
-requests the prefill engine's drafts show how hard the prompt is, so smaller falls are found.
+docs/router.md says what is judged, and against what.
 """
 
 from __future__ import annotations

@@ -15,10 +15,9 @@ class DropDetector:
     """Tests observations in [0, 1]: is each one's mean, given the earlier ones, still at least its limit?
 
     A limit is less than 1 and known before its observation. If the null hypothesis holds, each factor 1 - bet *
-    (observed - limit) has a mean of at most 1, and R = (R + 1) * factor, averaged over several bets, has a mean of at
-    most n after n observations. So the probability that R reaches `THRESHOLD` within n observations is at most n /
-    `THRESHOLD`, at any stopping time. This is a Shiryaev-Roberts e-detector (Shin, Ramdas and Rinaldo, 2024): it finds
-    a fall that begins at any time.
+    (observed - limit) has a mean of at most 1, and R = (R + 1) * factor, averaged over several bets, one of at most n
+    after n observations. So R reaches `THRESHOLD` with probability at most n / `THRESHOLD`, at any stopping time: a
+    Shiryaev-Roberts e-detector (Shin, Ramdas and Rinaldo, 2024).
     """
 
     __slots__ = ("_recent", "_statistics", "alarmed", "num_observed")

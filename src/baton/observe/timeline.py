@@ -29,8 +29,7 @@ class RequestTimeline:
     - `http_id`: its `X-Request-Id`. `began_at`: its arrival in seconds since 1970.
     - `routed`: when engines were first chosen. `queued_s`: how long its prompt waited in an engine; None: the engine
       does not tell.
-    - `first`, `second`, `last`: when its first token, the next and the last one arrived. `num_at_second`: how many
-      tokens there were then.
+    - `first`, `second`, `last`: arrivals of these tokens. `num_at_second`: how many tokens there were then.
     """
 
     id: str
@@ -100,7 +99,6 @@ class RequestTimeline:
         self._note(now, "route", f"{route.replace('_', ' ')}: {' to '.join(engines)}")
 
     def on_tokens(self, now: float, num_tokens: int, accepted: Sequence[int], drafted: Sequence[int]) -> None:
-        """Tokens arrived, with their verifications."""
         if num_tokens and self.first is None:
             self.first = now
             self._note(now, "first token")

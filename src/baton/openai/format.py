@@ -36,7 +36,6 @@ def usage(plan: Plan, outputs: Sequence[ChoiceOutput]) -> Usage:
 
 
 def usage_so_far(plan: Plan, index: int, num_output: int) -> Usage:
-    """Usage of choice `index`, for an event of its stream."""
     num_prompt = len(plan.requests[index].prompt_token_ids)
     return Usage(num_prompt, num_output, num_prompt + num_output)
 

@@ -120,7 +120,7 @@ def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PA
 
 
 def _within_reasoning(request: ChatRequest, text: str) -> bool | None:
-    """Whether the prompt `text` ends within reasoning (True) or after it (False); None: neither."""
+    """Whether the prompt ends within reasoning (True) or after it (False); None: neither."""
     text = text.rstrip()
     if text.endswith(_REASONING_OPENED):
         return True

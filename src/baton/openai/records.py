@@ -1,4 +1,4 @@
-"""Times and counts of one sequence, for metrics and a final log line."""
+"""Metrics and the log line of one sequence."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SequenceRecord:
         self.route, self.engines = route, engines
 
     def tokens(self, num_tokens: int, accepted: Iterable[int] = ()) -> None:
-        """Count `num_tokens` new tokens; `accepted`: drafts per verification."""
+        """`accepted`: drafts per verification."""
         metrics = self._metrics
         self._of_model.num_tokens += num_tokens
         for count in accepted:
@@ -143,7 +143,6 @@ async def report_throughput(metrics: FrontMetrics, more: Callable[[], str], ever
 
 
 async def throughput_reports(metrics: FrontMetrics, more: Callable[[], str]) -> AsyncIterator[None]:
-    """Logs throughput in this context."""
     task = asyncio.create_task(report_throughput(metrics, more))
     yield
     task.cancel()

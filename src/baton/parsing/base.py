@@ -43,7 +43,8 @@ class Parser(Protocol):
 
 class ContentBuffer:
     """Makes `Content` from the text around calls. White space next to a call is dropped, because templates write it
-    there. vLLM's parsers do the same before the first call, and `qwen3_xml` after it, in streams."""
+    there.
+    """
 
     def __init__(self) -> None:
         self._held = ""

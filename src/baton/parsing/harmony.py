@@ -3,7 +3,7 @@
 An answer consists of messages `<|channel|>CHANNEL<|message|>TEXT<|end|>`, separated by `<|start|>assistant`. Channel
 "analysis" is reasoning, "final" is content. A message to `functions.NAME` is a call, its text the arguments; as in
 vLLM, so is one to a bare NAME that is none of OpenAI's own tools, in any channel. Other commentary is content. Source:
-OpenAI's harmony response format. The `openai-harmony` library parses tokens, with a vocabulary that it downloads.
+OpenAI's harmony response format.
 """
 
 from __future__ import annotations

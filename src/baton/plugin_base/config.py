@@ -20,9 +20,7 @@ _OUT_OF_REACH = {"local": "it joins engines of one process", "shm": "it moves me
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`keys`: the key directory made by `baton keys`. `control_bind`: the address of Baton's control socket.
-    `max_retries`: how many copies of one handoff may be repeated. `lease`: seconds of silence after which a peer is
-    given up. `handoff_timeout_s`: from when both engines have pages."""
+    """docs/vllm.md ("Settings") explains each."""
 
     # Where a plug-in's user writes the settings, for errors.
     field: ClassVar[str] = "settings"

@@ -47,8 +47,8 @@ async def resolve(host: str, port: int) -> set[str]:
 
 
 class Discovery:
-    """Adds an engine to the pool for each new address of a name, and drains it when the name loses the address. While a
-    name has no addresses, or the name server does not answer, nothing is drained.
+    """Adds an engine to the pool for each new address of a name, and drains it when the name loses the address
+    (docs/router.md says when not).
     """
 
     def __init__(self, pool: EnginePool, services: Sequence[Service], look_up: Resolve = resolve) -> None:

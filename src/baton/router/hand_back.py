@@ -1,6 +1,5 @@
-"""Hand-back: cached KV of a prompt goes from the engine that holds it to the prefill engine, which computes the rest.
-
-In a conversation the decode engine holds earlier answers, which prefill engines lack.
+"""Hand-back: cached KV of a prompt goes from the engine that holds it to the prefill engine, which computes the rest
+(docs/router.md, "Hand-back").
 """
 
 from __future__ import annotations
@@ -146,7 +145,7 @@ class HandBacks:
             self._compute_pace(prefill).measure(max(seconds - (first.queued_s or 0.0), 0.0), num_computed)
 
     async def _move(self, leg: PrefixLeg, num_prompt: int, held: int, drain: Callable[[Chunks], None]) -> TokenChunk:
-        """Move what the source holds. Returns the destination's last chunk."""
+        """Returns the destination's last chunk."""
         source = leg("prefill", num_prompt - 1, 0, num_prompt - held - max(1, self._config.min_hand_back_length))
         ended = False
         try:

@@ -1,7 +1,7 @@
 """Joins the legs of a request by token position, so that no token is lost, repeated or changed.
 
-Both legs of a handoff run at the same time. The prefill leg sends the first token; once the decode leg has the KV, it
-sends that token too, then all others. Later attempts continue the client's stream.
+The prefill leg sends the first token; once the decode leg has the KV, it sends that token too, then all others. Later
+attempts continue the client's stream.
 """
 
 from __future__ import annotations

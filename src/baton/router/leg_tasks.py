@@ -1,4 +1,4 @@
-"""The tasks that read the legs of an attempt, and the watches that run in them."""
+"""The tasks that read the legs of an attempt."""
 
 from __future__ import annotations
 

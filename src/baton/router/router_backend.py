@@ -52,14 +52,13 @@ MayMove = Callable[[PooledEngine], bool]
 
 
 class RouterBackend:
-    """A failed attempt is followed by another that continues the client's tokens, as far as `recovery` allows: `retry`
-    before the first token, `source` if the decode engine asks for another source or was never reached, `full` if it was
-    lost. `handoffs` counts attempts by outcome: `finished_early` (the first token was the last), `aborted` (a stop
-    string was found, the client left, the request was refused, or tokens did not match), `failed` (by reason in
-    `failures`). `recoveries` counts by rung. `observer` may be replaced before the first request.
+    """A failed attempt is followed by another that continues the client's tokens, as far as `recovery` allows
+    (docs/lifecycle.md). `handoffs` counts attempts by outcome: `finished_early` (the first token was the last),
+    `aborted` (a stop string was found, the client left, the request was refused, or tokens did not match), `failed` (by
+    reason in `failures`). `recoveries` counts by rung. `observer` may be replaced before the first request.
 
-    If two engines sample different tokens, the client keeps the one it has. The decode engine continues from there if
-    the prefill engine sees a near-tie (at most `near_tie` nats, counted in `near_ties`); otherwise the request fails.
+    If two engines sample different tokens, the client keeps the one it has. At a near-tie (at most `near_tie` nats) the
+    decode engine continues from there; otherwise the request fails.
     """
 
     OUTCOMES: tuple[str, ...] = ("started", *get_args(HandoffOutcome))
@@ -210,7 +209,7 @@ class RouterBackend:
     async def _choose(
         self, request: GenerateRequest, tried: list[PooledEngine], hand_off: bool, patience_s: float
     ) -> Route:
-        """Wait up to `patience_s` for a route. Raises `EngineUnavailableError`."""
+        """Waits up to `patience_s`. Raises `EngineUnavailableError`."""
         deadline = asyncio.get_running_loop().time() + patience_s
         while True:
             self.pool.read_loads()
@@ -237,7 +236,7 @@ class RouterBackend:
     async def _running(
         self, request: GenerateRequest, route: Route, kv_mode: Mode, may_move: MayMove
     ) -> AsyncIterator[RunningAttempt]:
-        """Run one attempt. Raises `LegFailed` if another may succeed."""
+        """Raises `LegFailed` if another may succeed."""
         prefill, decode = route.prefill, route.decode
         if prefill is None:
             if route.max_prefill_tokens is not None:
@@ -306,7 +305,7 @@ class RouterBackend:
         return False
 
     def _drain(self, leg: Chunks) -> None:
-        """Read a leg to its end in the background: closing it would abort it."""
+        """In the background: closing the leg would abort it."""
 
         async def drain() -> None:
             async with contextlib.aclosing(leg):
@@ -315,7 +314,7 @@ class RouterBackend:
         self._run_in_background(drain, self.pool.timers.drain)
 
     def _run_in_background(self, work: Callable[[], Coroutine[Any, Any, None]], limit_s: float) -> None:
-        """Run `work` in the background, ignoring failures and timeouts."""
+        """Ignores failures and timeouts."""
 
         async def bounded() -> None:
             with contextlib.suppress(BatonError, asyncio.TimeoutError):

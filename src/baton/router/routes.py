@@ -1,7 +1,6 @@
 """Routes of requests: handed off between two engines, or computed on one.
 
-The decode engine is chosen first, then whether to use a prefill engine, then which one: the tokens to compute depend on
-the decode engine's cache.
+The decode engine is chosen first (docs/router.md): the tokens to compute depend on its cache.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _OWN = "vllm:"
 
 
 async def deployment_metrics(own: Iterable[Metric], engines: Sequence[PooledEngine]) -> list[Metric]:
-    """Adds labels `engine` and `role` to the engines' families. Engines that do not answer with metrics are omitted."""
+    """Engines' families get labels `engine` and `role`. Engines that do not answer with metrics are omitted."""
     pages = await asyncio.gather(*(_page(engine) for engine in engines))
     found = {family.name: family for family in own}
     mine = {name for name in found if name.startswith(_OWN)}

@@ -31,7 +31,7 @@ def run_engine(
     on_ready: Callable[[AsyncEngine, str], None],
     shutdown_timeout_s: float = SHUTDOWN_TIMEOUT_S,
 ) -> None:
-    """Serve one engine until SIGINT or SIGTERM. After SIGTERM requests have `shutdown_timeout_s` to end.
+    """Serve one engine until SIGINT or SIGTERM.
 
     `make_engine` may take long; a signal meanwhile ends the process. Raises the errors of `make_engine`, and
     `EngineUnavailableError` if the engine fails.

@@ -1,4 +1,4 @@
-"""Describes SGLang's KV buffers as regions and geometries, without a copy.
+"""SGLang's KV buffers as regions and geometries, without a copy.
 
 Each buffer of a layer (K, V, latents, a part of a state) is a region and a group. Page p is its bytes
 [p * page_bytes, (p + 1) * page_bytes). Page 0 belongs to no request.

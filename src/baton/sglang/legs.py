@@ -1,7 +1,7 @@
 """The legs of requests: SGLang's scheduler calls and polls them; the handoff agent's events decide their phase.
 
-A leg ends only when no copy touches its pages any more. SGLang frees a request's pages on all tensor ranks when one
-reports failure, so the ranks agree first (`agree`). The scheduler's thread calls all but `post`.
+A leg ends only when no copy touches its pages any more. The tensor ranks agree on a failure before one reports it
+(`agree`, docs/sglang.md). The scheduler's thread calls all but `post`.
 """
 
 from __future__ import annotations
@@ -108,7 +108,6 @@ class RankLegs:
         self._events.put(event)
 
     def poll(self, leg: RankLeg) -> LegPhase:
-        """The phase after all events so far."""
         while True:
             try:
                 self._on_event(self._events.get_nowait())

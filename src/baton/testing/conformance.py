@@ -1,9 +1,8 @@
-"""`python -m baton.testing.conformance [--device cuda:N] [TRANSPORT ...]`: run the suite over transports, print a
+"""`python -m baton.testing.conformance [--device cuda:N] [TRANSPORT ...]`: run the suite over transports, and print a
 table.
 
-Default: every built-in transport, including the `file` store; with `--device` those that open memory of a device. Each
-far side runs in its own process, except with `local`. A transport that this machine cannot run is a column of dashes,
-with the reason below the table. Exits 1 if a check failed, 2 for an unknown transport.
+Default: every built-in transport, including the `file` store; with `--device` those that open memory of a device. A
+transport that this machine cannot run is a column of dashes. Exits 1 if a check failed, 2 for an unknown transport.
 """
 
 from __future__ import annotations

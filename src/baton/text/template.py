@@ -57,7 +57,7 @@ def read_template_option(given: str) -> str:
 
 
 def read_templates(root: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name. As in transformers, files replace those in `settings` (tokenizer_config.json)."""
+    """By name. As in transformers, files replace those in `settings` (tokenizer_config.json)."""
     found: dict[str, str] = {}
     value = settings.get("chat_template")
     if isinstance(value, str):

@@ -136,7 +136,7 @@ class Tokenizer:
         return frozenset(number for number in numbers if number in self.special_ids)
 
     def token(self, token_id: int) -> str:
-        """As written in the vocabulary; empty for an unknown id."""
+        """Empty for an unknown id."""
         return str(self._backend.id_to_token(token_id) or "")
 
     def json(self) -> str:

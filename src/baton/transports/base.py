@@ -1,7 +1,6 @@
 """The interface of a transport: registered regions, peers, and one-sided copies between them.
 
-A transport knows nothing of requests or tokens. Memory is addressed by (region index, offset). Rules, which
-`baton.testing.check_transport` tests:
+Memory is addressed by (region index, offset). Rules, which `baton.testing.check_transport` tests:
 
 - `done` means that every reader at the destination sees the bytes. A message sent after `done`, on any channel, cannot
   overtake the data.

@@ -1,7 +1,5 @@
-"""The compiled copy loop for mapped memory.
-
-A CPU prefetches along a run, not from one to the next: scattered short runs take nearly twice as long as one long run,
-unless several are copied in turn, a few cache lines each.
+"""The compiled copy loop for mapped memory. Scattered short runs are copied in turn, a few cache lines each
+(docs/transports.md): one by one they take nearly twice as long.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Transports by name or URI: `shm`, `nixl://?host=10.0.0.5`, `file:///mnt/kv`, `faulty+shm://?fault=shift-page`.
 
-A transport's module is imported at first use. Another package adds a transport by an entry point in the group
-`baton.transports`, named after the scheme: a factory that takes the URI's query as a dict of strings and raises
-`ConfigError` for an unknown option.
+Another package adds a transport by an entry point in the group `baton.transports`, named after the scheme: a factory
+that takes the URI's query as a dict of strings and raises `ConfigError` for an unknown option.
 """
 
 from __future__ import annotations

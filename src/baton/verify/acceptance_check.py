@@ -60,10 +60,7 @@ def check_acceptance(
     reference: Acceptance | str, candidate: Acceptance | str, tolerance: float, required: bool
 ) -> AcceptanceCheck:
     """Compare accepted drafts per position, divided by the reference's verifications. A string says why a side has
-    none.
-
-    The candidate's verifications are not used: a vLLM server begins a handed-off request with placeholder drafts, and
-    counts a verification that accepts nothing.
+    none. The candidate's verifications are not used (docs/verify.md, "Acceptance").
     """
     if isinstance(reference, str) or isinstance(candidate, str):
         known_reference = None if isinstance(reference, str) else reference

@@ -56,9 +56,7 @@ def compare_answers(
     near_tie: float = 0.0,
 ) -> Report:
     """`logprob_tolerance` None: without logprobs. If one side does not speculate, acceptance is not compared.
-
-    Where answers diverge, the candidate is excused if its token's logprob is within `near_tie` of the reference's best:
-    another summation order may reverse such a choice. Later tokens are not compared.
+    `near_tie`: see docs/verify.md ("Tolerances").
     """
     report = Report(mode, len(cases))
     for index, (case, want, have) in enumerate(zip(cases, reference, candidate, strict=True)):

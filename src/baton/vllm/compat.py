@@ -39,7 +39,7 @@ _ROPE_IN_TORCH = ("yarn", "deepseek_yarn")
 
 
 def check_version() -> str:
-    """`major.minor` of the installed vLLM. Raises `ConfigError` if unsupported."""
+    """`major.minor`. Raises `ConfigError` if unsupported."""
     import vllm
 
     version = vllm.__version__
@@ -114,7 +114,7 @@ def _delta_nets(config: Any) -> str | None:
 
 
 def stream_of(config: Any, asked: KVStream | None) -> KVStream:
-    """`asked`, or by default "layer" if possible, else "chunk".
+    """By default "layer" if possible, else "chunk".
 
     "layer" needs a vLLM whose hooks are tested, and a device for which vLLM waits: only then is a layer written when
     its hook is called. Raises `ConfigError`.
@@ -127,7 +127,7 @@ def stream_of(config: Any, asked: KVStream | None) -> KVStream:
 
 
 def first_step_of(config: Any, asked: FirstStep | None) -> FirstStep:
-    """`asked`, or "verify" if possible. Raises `ConfigError`."""
+    """By default "verify" if possible. Raises `ConfigError`."""
     why = _why_not_verified(config)
     if asked == "verify" and why is not None:
         raise ConfigError("first_step", f"'verify' {why}")
@@ -163,8 +163,7 @@ def sleeps_when_idle(config: Any) -> bool:
 
 
 def _check_rotary(config: Any) -> None:
-    """Raise `ConfigError` if vLLM would compute RoPE wrongly: its CPU kernel reads MLA's 3-D tensors as 2-D, so a
-    token's result depends on its neighbours in the batch."""
+    """Raise `ConfigError` if vLLM would compute RoPE wrongly (docs/vllm.md, "Geometry on CPU")."""
     model, rotary = config.model_config, "rotary_embedding"
     if not model.use_mla or not config.compilation_config.is_custom_op_enabled(rotary):
         return

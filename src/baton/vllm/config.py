@@ -17,12 +17,8 @@ FirstStep = Literal["recompute", "verify"]
 
 
 class PluginConfig(EngineSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The fields of `kv_connector_extra_config`, besides those of `EngineSettings`.
-
-    `granularity`: the unit of copies, pages or tokens (`baton.vllm.geometry`); must be equal on both engines. With
-    `integrity` it must be "token" if K is stored by dimension. `kv_stream`: the unit of streaming: a prompt ("off"), a
-    chunk of it, or layers of a chunk (None: layers if possible, else chunks). `first_step`: whether D's
-    first step verifies a greedy request's first token (None: if possible); equal on both engines.
+    """The fields of `kv_connector_extra_config`, besides those of `EngineSettings`: docs/vllm.md ("Settings") explains
+    each. `kv_stream`, `first_step` None: the best that is possible.
     """
 
     field: ClassVar[str] = FIELD

@@ -165,7 +165,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def get_kv_connector_stats(self) -> BatonStats | None:
-        """A worker's handoffs, or legs that the scheduler refused, since the last call; None without."""
+        """Handoffs of a worker, or the scheduler's refused legs, since the last call."""
         if self._opened is not None:
             counts: Mapping[str, int] = self._opened.side.counts
             if self._opened.rank:
@@ -236,7 +236,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Start the handoff of a decode leg that has its blocks now."""
+        """A decode leg has its blocks now."""
         self.scheduler.on_allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> BatonMetadata:

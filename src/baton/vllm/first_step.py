@@ -1,8 +1,4 @@
-"""Makes P's first token a draft of D's first step.
-
-vLLM pads that step with placeholder drafts, which it rejects. With the token in place of the first one, the step
-returns two tokens.
-"""
+"""Makes P's first token a draft of D's first step, in place of a placeholder (docs/vllm.md, "The first step")."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Describes the KV cache tensors of a vLLM worker as regions and geometries, without a copy.
 
-vLLM has one view `[blocks, heads, tokens, elements]` per layer. On GPUs the attention kernels choose its strides, and
-a (head, token) entry holds K, then V. On CPUs a (block, head) page holds K by dimension, then V by token. With
-granularity "page" such a page is one opaque tile: runs are few, and both engines must have the same block size. With
-"token" each token of K and of V has an address: block sizes may differ, and digests are possible.
+vLLM has one view `[blocks, heads, tokens, elements]` per layer. On GPUs the attention kernels choose its strides, and a
+(head, token) entry holds K, then V. For pages on CPUs, and granularity, see docs/vllm.md ("Geometry on CPU").
 """
 
 from __future__ import annotations

@@ -2,9 +2,7 @@
 
 vLLM calls the connector after each attention layer, with its name. Layers are reported to the agent in order, up to the
 first that was not called. The rest become final with the step, as do states and the entries of drafters, which run
-after the target, possibly several times. Runs on vLLM's worker thread.
-
-Layers are collected until `MIN_BYTES` are new, or the last layer is written.
+after the target, possibly several times. Runs on vLLM's worker thread. Reports wait for `MIN_BYTES`, or the last layer.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ class VllmLayerStream:
         self._reached = 0  # this many of `_layers` are written
 
     def begin(self, prompts: Iterable[StreamedPrompt]) -> None:
-        """A forward over these prompts is about to run. A previous one without `end` has failed, and is withdrawn."""
+        """A previous forward without `end` has failed, and is withdrawn."""
         self.withdraw()
         self._written, self._reached = set(), 0
         self._prompts = list(prompts)

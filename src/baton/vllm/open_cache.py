@@ -1,4 +1,4 @@
-"""Registers a worker's KV cache with the transport, and starts its agent."""
+"""A worker's KV cache, registered, and its agent."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The scales of a quantized KV cache, as a fact.
 
-A layer of vLLM has one scale each for K and V, or one per head and the largest of this worker's heads as a number,
-which some kernels use. So with scales per head, engines with different tensor parallelism may store different bytes.
+With scales per head, engines with different tensor parallelism may store different bytes (docs/vllm.md, "FP8 caches").
 """
 
 from __future__ import annotations

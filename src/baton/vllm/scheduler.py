@@ -1,7 +1,6 @@
 """The scheduler's side of the connector: which requests are legs of a handoff, and their blocks.
 
-Both legs have the whole prompt. D computes its last token itself, since vLLM cannot start with a verification. State
-layers (Mamba) cannot roll back, so their prefill legs have only the handed-over tokens.
+docs/vllm.md ("The life of a request") says which tokens each leg has.
 """
 
 from __future__ import annotations
@@ -155,9 +154,7 @@ class SchedulerSide:
         return self._verify_first and request.sampling_params.temperature == 0
 
     def _refuse_leg(self, request: VllmRequest, params: LegParams, why: str) -> None:
-        """Refuse a leg. D is notified at once of a refused prefill leg, unless its ticket is invalid here or was
-        redeemed before.
-        """
+        """D is notified at once of a refused prefill leg, unless its ticket is invalid here or was redeemed before."""
         self._refuse(request, why)
         if params.role == "prefill":
             with contextlib.suppress(ProtocolError):
@@ -187,7 +184,6 @@ class SchedulerSide:
 
     def _refuse(self, request: VllmRequest, why: str, detail: str = "") -> None:
         self.refused[why] += 1
-        # It may contain a client's text.
         # It may contain a client's text.
         log.warning("request %s is served without a handoff: %s %s", request.request_id, why, detail[:200])
 
@@ -225,7 +221,7 @@ class SchedulerSide:
                 leg.admitted.add(rank)
 
     def on_allocated(self, request_id: str, tables: Tables, num_external: int) -> None:
-        """A request has its blocks; `num_external` of its tokens come from P."""
+        """`num_external`: tokens that come from P."""
         leg = self._decodes.get(request_id)
         if leg is None or leg.receiving:
             return

@@ -1,8 +1,8 @@
 """The layout of one slot of a state layer (Mamba-2, gated delta nets), and each tensor rank's part.
 
 vLLM registers a slot as bytes: the last inputs of the convolution, then the recurrent state of each head. Mamba-2's
-ranks share the heads with their channels x, and the groups of channels B and C; a single group is replicated. Delta
-nets' ranks share the channels q, k and v by heads.
+ranks share heads with their channels x, and groups of B and C, of which a single one is replicated; delta nets' ranks
+q, k and v by heads.
 """
 
 from __future__ import annotations

@@ -72,9 +72,10 @@ class OpenDecode:
 
 @dataclass(slots=True)
 class StepNews:
-    """One step's messages. `turned_away`: prefill legs served without a handoff. `admitted`: prefill legs that now
-    have blocks. `aborted`: decode legs that vLLM gave up. `preempted`: prefill legs whose blocks go to other requests.
-    `cancelled`: prefill legs that no decode engine will fetch. `missing`: those of hand-backs that lack it."""
+    """One step's messages. Prefill legs: `turned_away` are served without a handoff, `admitted` now have blocks, those
+    of `preempted` go to other requests, `cancelled` will not be fetched, `missing` lack what a hand-back wants.
+    `aborted`: decode legs that vLLM gave up.
+    """
 
     opened: list[OpenPrefill] = field(default_factory=list)
     turned_away: list[SignedTicket] = field(default_factory=list)

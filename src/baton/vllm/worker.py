@@ -1,4 +1,4 @@
-"""The worker's side of the connector: passes steps to the handoff agent, and the agent's events to vLLM.
+"""The worker's side of the connector.
 
 All methods but `post` run on vLLM's worker thread. The agent's events are queued until vLLM asks.
 """
@@ -51,8 +51,8 @@ class WorkerSide:
     """The attempts of one worker. `counts`: handoffs by outcome, and the `bytes` and `runs` of committed ones.
 
     `commit_at_end`: finish a prefill leg when vLLM finishes its request, not when its prompt is computed, because the
-    runner writes to a preempted leg's blocks before it reports the preemption. `kv_stream`: whether tokens are declared
-    final with their prompt, with their step, or layer by layer. `on_decode_end`: called on vLLM's thread.
+    runner writes to a preempted leg's blocks before it reports the preemption. `on_decode_end`: called on vLLM's
+    thread.
     """
 
     def __init__(
@@ -98,8 +98,7 @@ class WorkerSide:
     def release_preempted(self, keys: Sequence[AttemptKey]) -> None:
         """Give up prefill legs whose blocks are about to be overwritten. Returns once the agent has accepted.
 
-        Copies that read the blocks may still run, but their data is never committed, and D uses their destination for
-        no request. So a stalled peer causes no delay. Raises `HandoffError`.
+        Copies that read the blocks may still run, but their data is never committed. Raises `HandoffError`.
         """
         lost = [key for key in keys if key in self._prefills and not self._prefills[key].is_preempted]
         answers: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -200,7 +199,7 @@ class WorkerSide:
         return out
 
     def take_admitted(self) -> set[str]:
-        """Requests of decode legs that were admitted, or failed before they had blocks, since the last call."""
+        """Decode legs that were admitted, or failed before they had blocks, since the last call."""
         out, self._admitted = self._admitted, set()
         return out
 

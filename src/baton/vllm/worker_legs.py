@@ -76,11 +76,11 @@ class WorkerPrefill:
     held: bool = False
 
     def blocks_step(self, event: str) -> None:
-        """Raises `UndefinedTransitionError` if `event` cannot happen in this phase."""
+        """Raises `UndefinedTransitionError`."""
         self.blocks = BLOCKS.after(self.blocks, event)
 
     def end_step(self, event: str) -> None:
-        """Raises `UndefinedTransitionError` if `event` cannot happen in this phase."""
+        """Raises `UndefinedTransitionError`."""
         self.end = PREFILL_END.after(self.end, event)
 
     @property
@@ -112,5 +112,5 @@ class WorkerDecode:
             self.marks[name] = time.monotonic()
 
     def step(self, event: str) -> None:
-        """Raises `UndefinedTransitionError` if `event` cannot happen in this phase."""
+        """Raises `UndefinedTransitionError`."""
         self.phase = DECODE_LEG.after(self.phase, event)

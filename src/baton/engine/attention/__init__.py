@@ -1,1 +1,1 @@
-"""Attention backends with one interface (`base`), chosen by name (`registry`); and scans of recurrent layers."""
+"""Attention backends, and scans of recurrent layers."""

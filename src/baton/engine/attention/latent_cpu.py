@@ -14,7 +14,7 @@ from baton.kernels.cpu.latent_attention import ATTEND, FAULT
 from baton.kernels.cpu.omp import arguments, float_bits, threads_for
 from baton.models.layer_cache import slot_error
 
-# Vectors (rows times heads) that share one load of a tile: their queries and sums fit in a core's cache.
+# Vectors (rows times heads) that share one load of a tile: queries and sums fit in a core's cache.
 _VECTORS = 128
 # Multiply-adds worth one more thread.
 _PARALLEL_WORK = 1 << 24

@@ -44,9 +44,7 @@ class BatchAddresses:
 
 
 class PagedCpuBackend:
-    """An `AttentionBackend` for float32 and bfloat16. Computes in float32 without the GIL. The number of threads,
-    torch's, changes no result.
-    """
+    """For float32 and bfloat16. Computes in float32 without the GIL. The number of threads, torch's, changes no result."""
 
     name = "paged_cpu"
     batch_invariant = True

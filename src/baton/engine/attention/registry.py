@@ -30,7 +30,6 @@ def _triton() -> AttentionBackend:
 
 
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"paged_cpu": _paged_cpu, "triton": _triton, "sdpa": _sdpa}
-# The device type that a backend needs.
 _DEVICES = {"paged_cpu": "cpu", "triton": "cuda"}
 
 

@@ -1,5 +1,5 @@
-"""Chooses keys for sparse attention (DeepSeek-V3.2). Index keys are in pages; scores come from tiles of one shape, so a
-row chooses the same keys in every batch.
+"""Chooses keys for sparse attention (DeepSeek-V3.2). Scores come from tiles of one shape, so a row chooses the same
+keys in every batch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Paged attention on CUDA devices in one Triton kernel, which reads keys and values in place.
+"""Paged attention on CUDA devices in one Triton kernel, in place.
 
 A program attends some rows of one request, with all query heads of one KV head, over tiles of keys at absolute
 multiples of the tile size, with an online softmax (Milakov and Gimelshein, arXiv:1805.02867; tiles as in

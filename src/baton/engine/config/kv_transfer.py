@@ -11,10 +11,10 @@ from baton.setting import json_object
 
 @dataclass(frozen=True, slots=True)
 class KVTransferConfig:
-    """`--kv-transfer-config`: transport of the KV pool (a name or a URI) and bind address of the control socket.
+    """`--kv-transfer-config`: the transport (a name or a URI) and bind address of the control socket.
 
-    `handoff_timeout_s`: from when both engines have pages. `prefix_store` (`file:///DIRECTORY?max_bytes=N`): keeps the
-    KV of prompts, for all engines of the model.
+    `handoff_timeout_s`: from when both engines have pages. `prefix_store` (`file:///DIRECTORY?max_bytes=N`): keeps
+    prompts' KV for all engines of the model.
     """
 
     kv_transport: str = "shm"

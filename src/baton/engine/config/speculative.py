@@ -11,7 +11,6 @@ from baton.setting import json_object
 Verifier = Literal["coupled", "rejection"]
 DraftKV = Literal["require", "prefer", "drop"]
 AUTO = "auto"
-# The most drafts if the engine chooses their number.
 MOST_AUTO_DRAFTS = 8
 # Methods without weights, or with the target's.
 _WITHOUT_MODEL = ("ngram", "mtp")
@@ -22,10 +21,7 @@ _OPTIONS = {"ngram": ("prompt_lookup_min", "prompt_lookup_max")}
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
     """`--speculative-config`. With `num_speculative_tokens` "auto", the engine chooses it for every request and step.
-
-    `draft_kv`: the drafter's KV in a handoff. `require`: both engines must have the same drafter. `prefer`: move it if
-    they do, else start cold. `drop`: never move it. `prompt_lookup_min`, `prompt_lookup_max`: lengths of the n-grams
-    that `ngram` looks up. `draft_tensor_parallel_size`: 1 if given, since every tensor rank holds the whole drafter.
+    docs/drafters.md explains each field.
     """
 
     method: str

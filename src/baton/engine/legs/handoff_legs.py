@@ -1,8 +1,8 @@
 """Connects requests with the handoff agent: legs, destination pages, and when pages may be freed.
 
 Runs on the engine thread. Calls and events return effects on requests for the core to carry out. A leg's pages are
-released exactly once: P's on `PrefillReleased`; D's with its request after a commit, or on `DecodeReleased` after a
-failure. The request does not wait for that: it continues with other pages.
+released exactly once (docs/lifecycle.md, "Who frees a page"). After a failure the request does not wait for that: it
+continues with other pages.
 """
 
 from __future__ import annotations
@@ -136,9 +136,7 @@ class HandoffLegs:
         return effects
 
     def declare(self, request: Request) -> None:
-        """After the drafter: declare what became final of a prefill leg, and with its last chunk hand over the
-        seeds.
-        """
+        """Declare what became final of a prefill leg, and with its last chunk hand over the seeds."""
         assert request.ticket is not None
         key, n = request.ticket.key, request.prefill_len
         if self.kv_stream == "off" and request.is_prefilling:

@@ -1,6 +1,5 @@
-"""KV streaming by layer: during a forward, the agent learns which layers of each prompt are written, and copies them
-while later layers are computed. States, drafters' entries and chunks of less than two messages' bytes are sent after
-the step.
+"""KV streaming by layer: the agent copies a prompt's written layers while later ones are computed. States, drafters'
+entries and chunks of less than two messages' bytes are sent after the step.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Leg:
     registered: float = 0.0  # D: when it got pages, in monotonic seconds
 
     def step(self, event: str) -> None:
-        """Raises `UndefinedTransitionError` if `event` cannot happen in this phase."""
+        """Raises `UndefinedTransitionError`."""
         self.phase = LEG.after(self.phase, event)
 
     @property

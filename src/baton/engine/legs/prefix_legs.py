@@ -1,7 +1,7 @@
 """Legs that move cached KV between prefix caches of two engines, and compute nothing.
 
-For the protocol this is a handoff of a prompt that ends with the prefix, and whose first token is the next one of the
-real prompt. The source has everything at once, so its agent never waits for its engine.
+For the protocol these are handoffs (docs/protocol.md, "Prefixes"). The source has everything at once, so its agent
+never waits for its engine.
 """
 
 from __future__ import annotations

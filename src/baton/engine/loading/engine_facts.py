@@ -81,8 +81,7 @@ def engine_facts(
 def numeric_probe(model: CausalLM, groups: Sequence[GroupSpec], backend: AttentionBackend, device: torch.device) -> str:
     """16 hex digits over the bits of a fixed prompt's logits and of sampling noise.
 
-    They differ if another backend, library or CPU type rounds differently: then the equal tokens that batch-invariant
-    mode promises are not certain.
+    They differ if another backend, library or CPU type rounds differently (docs/lifecycle.md, "Equality").
     """
     targets = [group for group in groups if group.owner == "target"]
     kv = {}

@@ -26,10 +26,9 @@ GENERATION_FIELDS = {
 
 
 def sampling_defaults(model: str, source: str, override: Mapping[str, Any] | None) -> SamplingDefaults:
-    """Sampling defaults for the checkpoint directory `model`.
-
-    `source`: "auto" for the checkpoint's own file, "vllm" for none, or another directory. `override` has priority. As
-    in vLLM, `max_new_tokens` from `override` or another directory also limits all requests.
+    """`model`: a checkpoint directory. `source`: "auto" for the checkpoint's own file, "vllm" for none, or another
+    directory. `override` has priority. As in vLLM, `max_new_tokens` from `override` or another directory also limits
+    all requests.
 
     Raises `ConfigError`.
     """

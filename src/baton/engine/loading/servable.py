@@ -69,7 +69,7 @@ def _problem(directory: Path, config: Mapping[str, Any]) -> str | None:
 def _of_config(config: Mapping[str, Any], names: list[str]) -> str | None:
     if "modules.json" in names:
         return f"modules.json is of a sentence-transformers model, which makes embeddings: {_GENERATE}"
-    # Models of text and images are served as their text model.
+    # Models with images are served as their text model.
     architectures = config.get("architectures") if text_config(config) is config else None
     for name in architectures if isinstance(architectures, list) else ():
         for ending, what in _OTHER_TASKS.items():
@@ -148,7 +148,7 @@ def _header(path: Path) -> tuple[Mapping[str, Any], int]:
 
 
 def _object(path: Path) -> Mapping[str, Any]:
-    """A file's JSON object. Empty if missing: loading raises a better error."""
+    """Empty if missing: loading raises a better error."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

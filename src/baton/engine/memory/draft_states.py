@@ -1,8 +1,6 @@
-"""Slots that the forwards of a drafter with states read and write.
+"""Slots that the forwards of a drafter with states read and write (docs/drafters.md, "Draft models with states").
 
-A drafter runs over a request's new known tokens and then over its own drafts. Its next plan continues after the last
-known token. States after drafts, in scratch slots, serve only the next draft: nothing is rolled back, and a handed-over
-state has seen no draft.
+A state after a draft, in a scratch slot, serves only the next draft: nothing is rolled back.
 """
 
 from __future__ import annotations
@@ -51,8 +49,8 @@ class DraftStates:
         return found
 
     def left_out(self) -> Iterator[tuple[str, int, int]]:
-        """Copies (group, source, destination) for requests whose last known row is beyond the drafter's context. The
-        state after the last row that the drafter saw stands for all later ones.
+        """Copies (group, source, destination) for requests whose last known row is beyond the drafter's context: the
+        last state that it saw stands for all later ones.
         """
         for request in np.flatnonzero(self._seen < self._stop).tolist():
             for name, slots in self._groups.items():

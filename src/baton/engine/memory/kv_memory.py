@@ -1,4 +1,4 @@
-"""The KV memory of one engine: its groups, the number of pages of each, and their addresses."""
+"""The KV memory of one engine."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def model_groups(config: EngineConfig, model: CausalLM, drafter: Drafter | None)
 
 
 def parts_of(groups: Sequence[GroupSpec], config: EngineConfig, num_layers: int, rank: int) -> list[GroupLayers]:
-    """The parts of groups that a rank holds, each with the model's number of the first head of each plane.
+    """A rank's parts, each with the model's number of the first head of each plane.
 
     A stage's tensor ranks share the heads or channels of each plane that is cut. All ranks of stage 0 hold the whole
     drafter. Ranks are counted stage by stage.

@@ -1,8 +1,4 @@
-"""Sizes an engine's KV pools, and thereby the context.
-
-The pools get `gpu_memory_utilization` of the memory that was free at the start, divided by the number of engines on the
-host, minus what loading took, and at most what is likely to be used.
-"""
+"""Sizes an engine's KV pools, and thereby the context (docs/lifecycle.md, "How much KV an engine holds")."""
 
 from __future__ import annotations
 

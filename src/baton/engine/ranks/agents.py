@@ -1,4 +1,4 @@
-"""The handoff agents of an engine's ranks, all in rank 0's process, which can access every rank's pages."""
+"""The handoff agents of all ranks, in rank 0's process, which can access every rank's pages."""
 
 from __future__ import annotations
 

@@ -63,8 +63,8 @@ def expert_ranks(config: EngineConfig, store: str) -> ExpertRanks:
 
 
 def connect_ranks(config: EngineConfig, store: str, rank: int) -> TensorRank:
-    """Wait until all ranks have connected. Ranks are numbered stage by stage. Tensor rank t exchanges layer outputs
-    with tensor rank t of the other stages, and sums within its stage.
+    """Waits for all. Ranks are numbered stage by stage. Tensor rank t exchanges layer outputs with tensor rank t of the
+    other stages, and sums within its stage.
     """
     size, stages = config.tensor_parallel_size, config.pipeline_parallel_size
     index, number = divmod(rank, size)

@@ -1,5 +1,5 @@
-"""Lockstep of engines that share experts: while one of them computes, all take part in its rounds
-(`models.expert_parallel`); while none does, all sleep.
+"""Lockstep of engines that share experts: while one computes, all take part (`models/layers/expert_parallel.py`); while
+none does, all sleep.
 
 Turns between two idle periods form a *wave*, with the same number on all ranks. A rank that gets work while all are
 idle wakes the others with the wave's number.

@@ -1,6 +1,4 @@
-"""`python -m baton.engine.ranks.worker FD`: the process of a rank other than 0, which carries out orders from the
-pipe.
-"""
+"""`python -m baton.engine.ranks.worker FD`: the process of a rank other than 0."""
 
 from __future__ import annotations
 
@@ -113,7 +111,7 @@ def main(fd: int) -> NoReturn:
         status = 1
         if not isinstance(error, BatonError):  # rank 0 reports a `BatonError` in one line
             log.exception("a rank fails")
-        with contextlib.suppress(OSError):  # rank 0 may have died, which made this rank fail
+        with contextlib.suppress(OSError):  # rank 0 may have died
             pipe.send_bytes(encode_message(Failed(f"{type(error).__name__}: {error}"[:1000])))
     # Library threads may still wait for other ranks, so a normal exit could hang.
     sys.stderr.flush()

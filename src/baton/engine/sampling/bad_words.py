@@ -1,6 +1,6 @@
 """The tokens that would complete one of a request's `bad_words`, as in vLLM.
 
-They depend only on the output's last tokens, so an engine that takes over a request derives the same.
+They depend only on the output, so an engine that takes over a request derives the same.
 """
 
 from __future__ import annotations

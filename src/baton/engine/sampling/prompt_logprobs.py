@@ -12,8 +12,7 @@ from baton.wire import TokenLogprobs
 
 
 def prompt_logprobs(logits_MV: Tensor, wanted: PromptLogprobRows) -> list[TokenLogprobs | None]:
-    """The logprob and rank of each row's token, and the most likely tokens. None for a row whose logits are not all
-    finite."""
+    """Per row; None if its logits are not all finite."""
     not_finite = rows_not_finite(logits_MV)
     if len(not_finite):
         logits_MV = logits_MV.index_fill(0, torch.from_numpy(not_finite).to(logits_MV.device), 0.0)

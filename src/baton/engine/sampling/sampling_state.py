@@ -125,9 +125,7 @@ def _count(counts: dict[int, int], token_ids: Sequence[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """A request's rows with logits, from `first_row` on: for the next token, and after each draft. `allowed` None:
-    all.
-    """
+    """From `first_row` on: for the next token, and after each draft. `allowed` None: all."""
 
     state: SamplingState
     first_row: int

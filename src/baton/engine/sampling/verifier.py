@@ -1,10 +1,9 @@
 """Verification of draft tokens.
 
 `coupled` (default): the target's choice at each row is argmax(logits + Gumbel noise of the position). A draft is
-accepted if it equals that choice, so the output is the same token for token with speculation on or off. `rejection`
-(Leviathan et al., 2023, with the drafter's argmax as a point-mass proposal): accept draft d with probability p(d), else
-sample from p without d; only the distribution is preserved. A row's choice is d exactly if d is accepted, so `verify`
-serves both.
+accepted if it equals that choice, so speculation changes no token. `rejection` (Leviathan et al., 2023, with the
+drafter's argmax as a point-mass proposal): accept draft d with probability p(d), else sample from p without d; only the
+distribution is preserved. A row's choice is d exactly if d is accepted, so `verify` serves both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Seconds of a forward as a linear function of its parts, fitted to recent forwards.
+"""Seconds of a forward, fitted to recent ones.
 
 For the target: a + b x rows + c x requests + d x context + e x (rows x their context), and more for rows beyond certain
 numbers. For the drafter: a + b x rows + c if it drafts + d x passes + e x drafts. Least squares of relative errors with

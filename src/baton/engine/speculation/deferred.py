@@ -1,8 +1,7 @@
 """Drafter rows that wait while their requests get no drafts.
 
-A drafter that reads the target's features needs a KV entry for every row, whether it drafts or not. With k "auto", the
-rows of a request without drafts wait: the executor keeps their features, and one pass computes the rows of several
-steps. A request that ends first saves them altogether.
+A drafter that reads the target's features needs a KV entry for every row. With k "auto", the executor keeps the
+features of requests without drafts, and one pass computes the rows of several steps.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class DeferredRows:
         self._waiting: dict[Request, DraftRows] = {}
 
     def begin(self) -> tuple[int, int]:
-        """The new step's number, from 1, and that of the first step whose features are still needed."""
+        """The new step's number, from 1, and the first whose features are still needed."""
         # Rows of ended requests are not needed, and a preempted request starts over.
         self._waiting = {
             request: rows

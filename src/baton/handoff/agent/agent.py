@@ -63,9 +63,8 @@ class HandoffAgent(Agent):
     ranks is refused. `on_event` is called on the agent's thread and should return soon. `digester` is required unless
     `config.integrity` is off. Close the transport after the agent.
 
-    Each opened prefill gets exactly one `PrefillReleased`; each opened or announced decode exactly one of
-    `DecodeCommitted`, `DecodeFinished` and `DecodeReleased`, the last after a `DecodeFailed` unless the engine itself
-    aborted. Until that event the pages belong to the agent.
+    Each opened leg gets exactly one event that returns its pages (docs/protocol.md, "Events for the engine"); until
+    then they belong to the agent.
 
     Raises `ConfigError`, also for a piece with more digests than a message may carry.
     """

@@ -15,7 +15,7 @@ from baton.handoff.protocol.prefill import PrefillHandoff
 from baton.handoff.session.session import Session
 from baton.transports.base import Peer
 
-# Ended attempts are tombstones: they answer peers until their ticket expires, and for at least TOMBSTONE_S seconds.
+# Tombstones answer peers until their ticket expires, and for at least TOMBSTONE_S seconds.
 MAX_TOMBSTONES = 1 << 16
 TOMBSTONE_S = 60.0
 
@@ -25,7 +25,7 @@ class _Attempt:
     """Times are monotonic seconds."""
 
     expiry: float  # of the ticket
-    begun: float | None = None  # when the handoff's own time limit starts
+    begun: float | None = None  # start of the handoff's time limit
     # All peers that may have exchanged pages; all must be fenced.
     peers: list[Peer] = field(default_factory=list)
     # The peer through which the other side last asked for copies: it may have closed earlier sessions.

@@ -1,8 +1,6 @@
-"""Presents the agents of all ranks of an engine as one agent.
+"""Presents the agents of all ranks of an engine as one agent (docs/protocol.md, "Many ranks").
 
-Each pair of ranks with bytes to move is its own attempt. The leading pair, of ranks 0 and 0, is opened before the other
-side's ranks are known; its HELLO lists them. If ranks are apart, each process has only its own rank's pairs, and the
-one with rank 0 of the other side leads.
+If ranks are apart, each process has only its own rank's pairs, and the one with rank 0 of the other side leads.
 """
 
 from __future__ import annotations

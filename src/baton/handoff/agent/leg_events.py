@@ -30,7 +30,7 @@ class DecodeLeg:
 @dataclass(frozen=True, slots=True)
 class DecodePages:
     """The pages of D's leg. Follows `DecodeAdmitted`; or comes without `DecodeLeg` if the engine has pages for all
-    requests. An engine with fewer would deadlock: its pages wait for P, and P waits for pages.
+    requests (docs/protocol.md, "No deadlock").
     """
 
     ticket: SignedTicket

@@ -66,7 +66,7 @@ class RankHandoffs(Agent):
                     self.runner.feed(prefill, event)
 
     def knows(self, key: AttemptKey) -> bool:
-        """Whether P has an attempt of this transfer, from its engine or from D. Thread-safe."""
+        """Whether P has an attempt, from its engine or from D. Thread-safe."""
         return bool(self.runner.prefills.same_transfer(key))
 
     def _begin_prefill(self, key: AttemptKey, ticket: SignedTicket) -> None:

@@ -246,7 +246,7 @@ class Routing:
     # ------------------------------------------------------------ lost peers
 
     def close_idle(self, now: float) -> None:
-        """End sessions that no attempt needs. The next attempt dials again."""
+        """The next attempt dials again."""
         idle = self._sessions.idle(now)
         if not idle:
             return

@@ -24,7 +24,7 @@ class WorkerThread:
             self._thread.start()
 
     def close(self) -> None:
-        """Wait for the running job, and drop the others."""
+        """Waits for the running job, drops the others."""
         self._closing = True
         self._jobs.put(None)
         if self._thread.ident is not None:

@@ -60,7 +60,7 @@ class CopyPlanner:
 
 @lru_cache(maxsize=1 << 13)
 def _shape_of(sources: tuple[RankGeometry, ...], dest: RankGeometry) -> _Shape | None:
-    """All that a plan depends on besides the regions. None unless the group is one plane of one layer on all ranks."""
+    """What a plan depends on besides regions. None unless the group is one plane of one layer on all ranks."""
     to, every = dest.geometry, (*sources, dest)
     if len(to.planes) != 1 or len(to.layer_ids) != 1:
         return None

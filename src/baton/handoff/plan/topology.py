@@ -1,7 +1,7 @@
 """Which source rank sends what: each (layer, plane, head) of a destination rank gets exactly one source rank.
 
-Of replicas (more ranks than heads, MLA latents) exactly one sends. P and D compute this from the same geometries. With
-attention data parallelism, each data-parallel rank is an instance, named by a request's ticket.
+Of replicas (more ranks than heads, MLA latents) exactly one sends. With attention data parallelism, each data-parallel
+rank is an instance.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RankGeometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The geometry of one group on one rank of an instance.
 
     If several source ranks hold the same data, `turn` (default: `rank`) selects which of them sends to this rank. It
-    counts over all data-parallel ranks: otherwise rank 0 of each would receive its latents from the same source rank.
+    counts over all data-parallel ranks.
     """
 
     rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]

@@ -1,14 +1,8 @@
-"""D's state machine for one attempt. Pure: events in, actions out.
+"""D's state machine for one attempt. Pure: events in, actions out. docs/protocol.md has its phases, and when pages are
+freed.
 
-D announces the attempt, and registers it once P has admitted it and D has destination pages, so pages on D wait only
-for P's computation.
-
-COMMIT (push), or CONFIRM after D's reads (pull), commits the attempt, never a timeout. With integrity on, every due
-piece must match P's digest first; bad pieces are copied again (push: by REPAIR).
-
-Freeing: in push, P writes D's pages. After a failure they wait for FINISHED, CANCELLED, the COMMIT of the last REPAIR,
-or proof that P can write no more; if nothing was sent to P, they are free at once. A COMMIT before REGISTER proves
-nothing, because P may still get the REGISTER. In pull, only D's own reads write them.
+COMMIT (push), or CONFIRM after D's reads (pull), commits the attempt, never a timeout. A COMMIT before REGISTER proves
+nothing, because P may still get the REGISTER.
 """
 
 from __future__ import annotations

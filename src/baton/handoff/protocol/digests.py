@@ -1,9 +1,7 @@
-"""Digests of KV: D checks with them that its pages hold what P's held.
+"""Digests of KV: D checks with them that its pages hold what P's held (docs/protocol.md, "Retry and repair").
 
 A digest covers one plane of one layer of at most `PIECE_TOKENS` tokens of one group, cut at absolute multiples of that
-number. Bytes are hashed in a canonical order (token, head, element), so layout and page size do not matter, and salted
-by group, plane, layer and absolute tokens, so a shifted page does not match. The hash (xxh3, 64 bits) detects
-accidents, not a peer that lies.
+number. The hash (xxh3, 64 bits) detects accidents, not a peer that lies.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ class StartCopy:
 
 @dataclass(frozen=True, slots=True)
 class CancelCopies:
-    """Stop these copies. Each still ends with its `CopyEnded`."""
+    """Each copy still ends with its `CopyEnded`."""
 
     copy_ids: tuple[int, ...]
 

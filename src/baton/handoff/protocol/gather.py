@@ -1,7 +1,4 @@
-"""Combines the attempts of one request's rank pairs into one outcome, on each side.
-
-A request is committed when every pair is. If one fails, the gather ends the others; pages are free when all have ended.
-"""
+"""Combines the attempts of one request's rank pairs into one outcome, on each side (docs/protocol.md, "Many ranks")."""
 
 from __future__ import annotations
 
@@ -44,10 +41,8 @@ LEAD: Pair = (0, 0)  # always present; its key is that of the whole attempt
 
 
 def leading_pairs(source: Instance, dest: Instance) -> set[Pair]:
-    """Pairs that are opened even if they move no bytes: through them a process learns the other side's ranks.
-
-    If a side's ranks are apart (one process each), each has a pair with rank 0 of the other side. If D's are, each also
-    has a pair with the sampling rank, for the seeds.
+    """Pairs that are opened even if they move no bytes: through them a process learns the other side's ranks, or gets
+    the seeds.
     """
     sources, dests = (range(side.num_ranks) if side.apart else range(1) for side in (source, dest))
     seeds = {(source.sampling, rank) for rank in dests} if dest.apart else set()

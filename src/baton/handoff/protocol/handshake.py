@@ -1,8 +1,8 @@
-"""How engines prove in HELLO that they know the deployment's ticket key.
+"""How engines prove in HELLO that they know the deployment's ticket key, and seal the frames after it
+(docs/protocol.md, "HELLO").
 
-A proof is an HMAC-SHA256 under that key over the HELLO, the other side's challenge for this connection, the dialled
-address, and the sender's side: it cannot be replayed elsewhere, or reflected. After that each frame is sealed with a
-key of the session, because a socket redials by itself, and another process may listen there.
+A proof cannot be replayed elsewhere, or reflected. Seals are needed because a socket redials by itself, and another
+process may listen there.
 """
 
 from __future__ import annotations

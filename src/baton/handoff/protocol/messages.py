@@ -115,8 +115,7 @@ class ControlMessage(msgspec.Struct, frozen=True, tag_field="kind"): ...
 
 
 class Hello(ControlMessage, frozen=True, tag="HELLO"):
-    """Opens a session in four messages: D's first has D's challenge; P's answer proves P; D's second proves D and has
-    D's transport `descriptor`; P's second answer has P's.
+    """Opens a session in four messages (docs/protocol.md).
 
     `challenge`: random, for this connection. `proof`: empty in D's first (`handshake.py`).
     """
@@ -140,8 +139,7 @@ class Bye(ControlMessage, frozen=True, tag="BYE"):
 class Renew(ControlMessage, frozen=True, tag="RENEW"):
     """The sender counts as alive for `lease` seconds after this arrives.
 
-    The receiver returns `nonce` with `echo` set, which measures the round trip and renews the other direction.
-    `stalled`: the agent lives but its engine hangs.
+    The receiver returns `nonce` with `echo` set. `stalled`: the agent lives but its engine hangs.
     """
 
     lease: Annotated[float, Meta(gt=0, le=MAX_LEASE_S)]

@@ -1,11 +1,5 @@
-"""P's state machine for one attempt. Pure: events in, actions out.
-
-Push: once D has registered, P copies each newly final interval, sends COMMIT when all copies are done, copies bad
-pieces again (REPAIR), and frees on ACK. Pull: P sends READY after its prefill, D reads and sends READ_DONE, P sends
-CONFIRM and frees on ACK. With integrity on, each final interval is digested as it is copied.
-
-Freeing: only the side that issues copies can prove that they have ended. In pull, P waits for ACK, CANCELLED, or proof
-that D can read no more; a deadline frees nothing.
+"""P's state machine for one attempt. Pure: events in, actions out. docs/protocol.md has its phases, and when pages are
+freed: in pull on ACK, CANCELLED, or proof that D can read no more, never at a deadline.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Tickets: the router's signed permission for one attempt of one handoff.
 
-An engine dials, and serves KV to, only the peer that a ticket names. A ticket is `base64url(msgpack(Ticket) +
-HMAC-SHA256)` without padding. It expires, and serves one attempt: `Redeemer` ensures that for requests, tombstones for
-REGISTER.
+It is `base64url(msgpack(Ticket) + HMAC-SHA256)` without padding, expires, and serves one attempt: `Redeemer` ensures
+that for requests, tombstones for REGISTER.
 """
 
 from __future__ import annotations

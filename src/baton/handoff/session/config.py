@@ -52,9 +52,8 @@ class Timers:
 
 @dataclass(frozen=True, slots=True)
 class AgentConfig:
-    """`fingerprint`: the fields that must be equal on both engines; geometry and `integrity` are added. Without `keys`,
-    all engines share the key pair of the ticket key (`TicketKeys`), and stay on loopback. `max_retries` bounds, per
-    attempt, the retried copies and the repair rounds.
+    """`fingerprint`: the fields that must be equal on both engines; geometry and `integrity` are added. Without `keys`:
+    see `TicketKeys`. `max_retries` bounds, per attempt, the retried copies and the repair rounds.
 
     Raises `ConfigError`.
     """

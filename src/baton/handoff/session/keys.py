@@ -43,7 +43,7 @@ def ticket_key_file(directory: str | Path) -> Path:
 
 
 def make_keys(directory: str | Path, engines: Sequence[str]) -> list[str]:
-    """Create the ticket key and one key pair per engine if missing. Returns the new names.
+    """The ticket key and one key pair per engine, if missing. Returns the new names.
 
     Raises `ConfigError`.
     """

@@ -18,10 +18,8 @@ def seal_of(connection: Connection, frame: bytes) -> list[bytes]:
 def check_seal(
     connection: Connection, side: Side, message: ControlMessage, frame: bytes, mark: list[bytes]
 ) -> ControlMessage:
-    """The message, if the session's peer sealed it or it needs no seal. Raises `ProtocolError` otherwise.
-
-    A HELLO proves its sender by itself. An engine that does not know the session answers BYE, and D then begins
-    another.
+    """Raises `ProtocolError` unless the session's peer sealed the message or it needs no seal. A HELLO proves its
+    sender by itself; BYE may come from an engine that does not know the session.
     """
     if not connection.key or (mark and is_sealed(connection.key, side, frame, mark[0])):
         return message

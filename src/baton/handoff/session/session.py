@@ -44,9 +44,9 @@ class Session:
     """`phase` follows the table `SESSION`. `hello`: the peer's, once proven. `connecting` is set while the transport
     connects, `peer` after that. `refusal`: `(reason, message)` if no KV may be exchanged. `challenge`: the peer's that
     we last sent a proof for. The peer counts as alive for `lease` seconds after `last_heard` (monotonic seconds).
-    `until`: keep redialling until then, because the previous session's process may still need the outcome of its
-    attempts. `used`: when an attempt last needed it. `redials`: sessions in a row with this address that ended without
-    a proof. `round_trip`: in seconds. `groups`: this engine's groups whose KV moves, None for all.
+    `until`: keep redialling until then (`Sessions.may_return`). `used`: when an attempt last needed it. `redials`:
+    sessions in a row with this address that ended without a proof. `round_trip`: in seconds. `groups`: this engine's
+    groups whose KV moves, None for all.
     """
 
     connection: Connection
@@ -70,7 +70,7 @@ class Session:
     _history: deque[HistoryEntry] = field(default_factory=lambda: deque(maxlen=_HISTORY))
 
     def step(self, event: str) -> None:
-        """Raises `UndefinedTransitionError` if `event` cannot happen in this phase."""
+        """Raises `UndefinedTransitionError`."""
         self.phase = SESSION.after(self.phase, event, self._history)
         self._history.append((event, self.phase))
 

@@ -1,7 +1,6 @@
 """Sessions with peer engines: identity, compatibility, liveness, and the transport's connection of each.
 
-In HELLO each side proves that it knows the ticket key: an unproven peer gets no transport descriptor, and cannot move
-or end a session. Then fingerprints are compared and the transport connects in the background, before any request.
+An unproven peer gets no transport descriptor, and cannot move or end a session (docs/protocol.md, "HELLO").
 """
 
 from __future__ import annotations
@@ -223,9 +222,8 @@ class Sessions:
             session.round_trip = sample if session.round_trip is None else (3 * session.round_trip + sample) / 4
 
     def may_return(self, session: Session) -> bool:
-        """Whether the session's process may still live and need the outcome of its attempts. A fence only proves that
-        one connection is closed on this side. No attempt outlives `MAX_TICKET_LIFE_S`, unless its engine was paused
-        that long.
+        """Whether the session's process may still live and need the outcome of its attempts. No attempt outlives
+        `MAX_TICKET_LIFE_S`, unless its engine was paused that long.
         """
         if session.peer is not None:
             return not session.peer.dead()

@@ -1,11 +1,7 @@
-"""Control connections of one rank over ZeroMQ.
+"""Control connections of one rank over ZeroMQ (docs/protocol.md, "Channel").
 
-Each rank binds one ROUTER. D dials P's ROUTER with a DEALER; both directions use this connection. The dialling side
-draws a random session number. A frame of another session, or whose sequence number is not above the last, is dropped.
-
-Both sides authenticate each other by CURVE. With a key directory the address is `curve://ENGINE@host:port`: the
-dialling side demands that engine's public key, and HELLO must come from the engine with that key. Without one, all
-engines share the pair of the ticket key (`TicketKeys`), and stay on loopback.
+Each rank binds one ROUTER. D dials P's ROUTER with a DEALER; both directions use this connection, and CURVE
+authenticates both ends.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Llama 1-3.x (`model_type` llama): full attention, optional biases.
 
-It is `models.base` with the layers of `layers.decoder_layer`: read these for the forward.
+The forward is in `models.base` and `layers.decoder_layer`.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def latent_fields(raw: RawConfig, max_position_default: int, interleaved: bool) 
 
 
 def sigmoid_experts(raw: RawConfig, num_layers: int) -> MoESpec:
-    """The spec of DeepSeek-V3's experts (arXiv:2412.19437, 2.1.2)."""
+    """DeepSeek-V3's experts (arXiv:2412.19437, 2.1.2)."""
     require_value(raw, "topk_method", "noaux_tc")
     require_value(raw, "scoring_func", "sigmoid")
     width = get_int(raw, "moe_intermediate_size")

@@ -66,7 +66,7 @@ class QwenHybrid(CausalLM):
 
 
 class QwenHybridLayer(nn.Module):
-    """x + mixer(norm(x)), then + MLP(norm(.)), with a gated delta net or attention as mixer. [T, E] -> [T, E]."""
+    """x + mixer(norm(x)), then + MLP(norm(.)). [T, E] -> [T, E]."""
 
     def __init__(self, config: QwenHybridConfig, layer_id: int, build: Build) -> None:
         super().__init__()

@@ -1,9 +1,7 @@
 """Expert parallelism over data-parallel ranks (GShard, arXiv:2006.16668; attention data parallelism, DeepSeek-V3,
 arXiv:2412.19437, 3.4): a row is sent to the ranks that hold its experts, and their outputs come back.
 
-Ranks communicate in collective *rounds*. In a round each rank dispatches rows of one layer, or none, and computes the
-rows dispatched to it. Ranks may be at different layers: a finished rank joins rounds without rows until all are
-finished.
+Ranks communicate in collective *rounds* (docs/topologies.md, "Data parallelism").
 
 Shapes: T rows, E hidden size, K experts chosen for a row, P (row, expert) pairs, W width of an expert's output.
 """

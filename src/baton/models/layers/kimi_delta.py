@@ -24,8 +24,9 @@ from baton.models.layers.row_linear import RowLinear
 
 
 class KimiDeltaNet(nn.Module):
-    """One layer, [T, E] -> [T, E]. Rows of `in_proj`: q, k, v H D each, b H, and the low-rank inputs of decays and
-    gates, D each. Tensor ranks share heads. `spec` must have as many key heads as value heads, of one size."""
+    """[T, E] -> [T, E]. Rows of `in_proj`: q, k, v H D each, b H, and the low-rank inputs of decays and gates, D each.
+    Tensor ranks share heads. `spec` must have as many key heads as value heads, of one size.
+    """
 
     def __init__(self, spec: GatedDeltaSpec, hidden: int, eps: float, layer_id: int, build: Build) -> None:
         super().__init__()

@@ -6,8 +6,7 @@ time, or bypass oneDNN (see `small_gemm`).
 
 A GEMM library picks its algorithm by the number of rows, so a row's last bits can differ between batches. With
 `batch_invariant` rows go through the GEMM in padded blocks of fixed heights. Blocks of sixteen rows are the reference.
-Other heights and `small_gemm`, which are faster, are used for a weight's shape only if a probe finds their rows bitwise
-equal to the reference.
+Other heights and `small_gemm`, which are faster, are used only if a probe finds their rows bitwise equal.
 """
 
 from __future__ import annotations
@@ -243,7 +242,6 @@ class Linear(nn.Module):
         self._reads_next_row = reads_next_row(in_features, build.dtype, build.device)
 
     def pack(self) -> None:
-        """Replace a filled layer's weight by its packed copy or by int8 numbers."""
         if self.weight is not None and self._is_quantized:
             self._int8, self.weight = Int8Weight(self.weight), None
         elif self.weight is not None and (blocked := packed(self.weight)) is not None:

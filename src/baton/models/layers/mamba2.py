@@ -85,8 +85,9 @@ def stored_parts(spec: Mamba2Spec) -> dict[str, dict[str, int]]:
 
 
 class Mamba2(nn.Module):
-    """One layer, [T, E] -> [T, E]. Rows of `in_proj`: gate I, x I, B G N, C G N, dt H. The recurrence is in float32.
-    Tensor ranks share the heads and their groups of B and C."""
+    """[T, E] -> [T, E]. Rows of `in_proj`: gate I, x I, B G N, C G N, dt H. The recurrence is in float32. Tensor ranks
+    share the heads and their groups of B and C.
+    """
 
     def __init__(self, spec: Mamba2Spec, hidden: int, eps: float, layer_id: int, build: Build) -> None:
         super().__init__()

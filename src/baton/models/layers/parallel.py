@@ -1,7 +1,7 @@
 """Tensor and pipeline parallelism.
 
-As in Megatron-LM (arXiv:1909.08053) every tensor rank has the whole residual stream. Projections into heads, or into an
-MLP's inner width, are cut by outputs; those back by inputs, so each rank has a partial sum of every row.
+As in Megatron-LM (arXiv:1909.08053) projections into heads, or into an MLP's inner width, are cut by outputs; those
+back by inputs, so each rank has a partial sum of every row.
 
 Inputs are cut into `num_slices` slices, whose partial sums are added as one binary tree: all numbers of ranks that
 divide `num_slices` give the same bits.

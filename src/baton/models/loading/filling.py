@@ -95,7 +95,7 @@ def fill_module(
     unpack: Unpack = keep_tensor,
     quantized: QuantizedWeights | None = None,
 ) -> None:
-    """Copy the checkpoint's tensors into `module`, casting to its dtypes, and pack its linear layers.
+    """Casts to the module's dtypes, and packs linear layers.
 
     `rename` maps a stored name to the module's, or to None to leave the tensor out. `unpack`: as `CausalLM.unpack`, for
     tensors on the meta device too. `quantized` joins the parts of quantised weights first. Raises `CheckpointError` for
@@ -107,7 +107,7 @@ def fill_module(
     remote = frozenset(name for name, part in module.named_modules() if isinstance(part, RemoteExpert))
     assign = _Assignment(Path(path), rename, unpack, quantized, remote)
     assign.check(table)
-    # Filled places leave the table: it would keep weights that packing has replaced.
+    # Places leave the table: it would keep weights that packing has replaced.
     for name, place, values in assign.places(table, assign.tensors()):
         place.fill(values)
         del place, values

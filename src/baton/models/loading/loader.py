@@ -1,4 +1,4 @@
-"""Load models from Hugging Face checkpoint directories: config.json and safetensors, sharded or not. Never pickle.
+"""Loads models from Hugging Face checkpoint directories. Never pickle.
 
 Any fault of a directory raises a `CheckpointError` of one line that names the file, tensor or field.
 """
@@ -36,9 +36,7 @@ def load_model(
     ranks: TensorRank = SINGLE_RANK,
     quantization: str | None = None,
 ) -> CausalLM:
-    """Load this rank's part of a checkpoint.
-
-    `dtype` "auto": the checkpoint's own. `quantization`: see `Build`. Raises `CheckpointError`, and `ConfigError` if
+    """`dtype` "auto": the checkpoint's own. `quantization`: see `Build`. Raises `CheckpointError`, and `ConfigError` if
     the model cannot be split over the ranks, or quantised here.
     """
     raw = text_config(read_config(path))

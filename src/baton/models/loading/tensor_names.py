@@ -20,7 +20,7 @@ def layer_index(name: str) -> int | None:
 
 
 def split_rows(name: str, tensor: Tensor, parts: Mapping[str, int]) -> Iterable[tuple[str, Tensor]]:
-    """Split a stored tensor into `parts`: numbers of rows. Raises `CheckpointError`."""
+    """`parts`: numbers of rows. Raises `CheckpointError`."""
     rows = sum(parts.values())
     if tensor.dim() == 0 or len(tensor) != rows:
         raise CheckpointError(f"tensor {name} has shape {list(tensor.shape)}, expected {rows} rows")

@@ -1,4 +1,4 @@
-"""Unpacks small unsigned integers from the 32-bit words of quantised checkpoints."""
+"""Small unsigned integers from 32-bit words of quantised checkpoints."""
 
 from __future__ import annotations
 

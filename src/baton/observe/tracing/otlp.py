@@ -1,6 +1,6 @@
 """Sends spans to an OpenTelemetry collector in batches, from a thread (OTLP over HTTP with protobuf).
 
-Needs no package of OpenTelemetry: encoding by its SDK cost more than the rest of a trace together.
+Needs no package of OpenTelemetry (docs/traces.md says why).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Encodes spans as OTLP's protobuf message `ExportTraceServiceRequest`.
 
-Field numbers are those of opentelemetry-proto, with which the tests parse the result. OpenTelemetry's SDK takes 0.3 ms
-for the spans of one request, this 0.03 ms.
+Field numbers are those of opentelemetry-proto, with which the tests parse the result.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ logger = logging.getLogger(__name__)
 
 
 class PerfettoFile:
-    """Writes spans to a file as they end. Router and engines are shown as processes, and each request as a thread in
-    each, so both sides of a handoff have one clock.
+    """Router and engines are shown as processes, and each request as a thread in each, so both sides of a handoff have
+    one clock.
 
     Raises `ConfigError`. A later failure is logged, and ends the writing.
     """

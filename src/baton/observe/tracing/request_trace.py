@@ -1,6 +1,5 @@
 """The spans of one request: the request, its legs, the engines' work for them, the handoff, and recoveries.
-
-A span is exported when it ends. A failure marks only the active phase, and a phase that did not begin has no span.
+(docs/traces.md). A span is exported when it ends.
 """
 
 from __future__ import annotations

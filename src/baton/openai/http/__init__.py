@@ -1,1 +1,1 @@
-"""The HTTP server: connections, limits, TLS, errors, startup and shutdown."""
+"""The HTTP server."""

@@ -54,7 +54,7 @@ class Acceptor:
         self._accepting = asyncio.create_task(self._accept())
 
     def close(self) -> None:
-        """Stop listening. Open connections stay. Idempotent."""
+        """Open connections stay. Idempotent."""
         if self._listener.fileno() < 0:
             return
         self._accepting.cancel()

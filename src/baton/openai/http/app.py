@@ -1,4 +1,4 @@
-"""The aiohttp app: errors in OpenAI's shape, metrics, draining, streams."""
+"""The aiohttp app of every server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Client connections: time limits for request heads and for reading responses, and errors in OpenAI's shape."""
+"""Client connections: their time limits, and errors in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -55,9 +55,8 @@ class ClientConnection(web.RequestHandler):
     """A request whose head is not complete `HttpLimits.head_s` after its first byte (the first request: after the
     connection) gets status 408. aiohttp only limits idle connections, and answers malformed HTTP with a traceback.
 
-    `send` does not wait for the client, so that no engine does: unread bytes are buffered. The client is cut off if
-    they exceed `HttpLimits.stream_bytes`, if some stay unread for `write_s` (checked every `write_s`, so up to twice
-    that), or if it has the most when `WriteBacklog` exceeds its limit.
+    `send` does not wait for the client, so that no engine does: unread bytes are buffered, up to the limits of
+    docs/api.md ("Bounds", "Connections").
     """
 
     __slots__ = (
@@ -133,7 +132,7 @@ class ClientConnection(web.RequestHandler):
         self._unread.has_read(self)
 
     def discard(self) -> None:
-        """Drop later data unparsed, since the connection ends after this response."""
+        """Later data is dropped unparsed: the connection ends after this response."""
         self._discards = True
 
     def data_received(self, data: bytes) -> None:

@@ -11,8 +11,7 @@ _SHOWN = 100
 class LineReader:
     """Reads lines of at most `max_bytes` from `content`. `is_cut`: the last line had no end.
 
-    aiohttp's own iterator waits for each line separately, although an event of a stream has two, and several events may
-    arrive together.
+    aiohttp's own iterator waits for each line separately, although several arrive together.
     """
 
     def __init__(self, content: StreamReader, max_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Prometheus metrics of an API server: requests, tokens, and latencies in seconds, as clients see them."""
+"""Prometheus metrics of an API server, as clients see them."""
 
 from __future__ import annotations
 

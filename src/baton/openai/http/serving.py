@@ -64,7 +64,6 @@ def bind(host: str, port: int, shared: bool = False) -> socket.socket:
 
 
 def url_of(listener: socket.socket, app: web.Application | None = None) -> str:
-    """The URL at which a listener is served."""
     scheme = "http" if app is None or app.get(TLS) is None else "https"
     host, port = listener.getsockname()[:2]
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
@@ -108,11 +107,8 @@ async def serve(
     stop: asyncio.Event | None = None,
     shutdown_timeout_s: float = SHUTDOWN_TIMEOUT_S,
 ) -> None:
-    """Serve `app` until SIGINT, SIGTERM or `stop`.
-
-    After SIGTERM new requests are refused, and running ones may complete within `shutdown_timeout_s`, or until a second
-    SIGTERM at least `_SAME_SIGNAL_S` later. Those that still run then, or at SIGINT or `stop`, end with an error. After
-    that SIGTERM is ignored: cleanup, such as ending children, takes seconds.
+    """Serve `app` until SIGINT, SIGTERM or `stop` (docs/api.md, "Shutdown"). At the end SIGTERM is ignored: cleanup,
+    such as ending children, takes seconds.
     """
     _raise_file_limit()
     asked, ended = asyncio.Event(), stop or asyncio.Event()
@@ -130,7 +126,6 @@ async def serve(
 def sigterm_handler(
     asked: asyncio.Event, ended: asyncio.Event, clock: Callable[[], float] = time.monotonic
 ) -> Callable[[], None]:
-    """The first SIGTERM sets `asked`; a later one sets `ended`, unless it comes within `_SAME_SIGNAL_S`."""
     first: list[float] = []
 
     def terminate() -> None:

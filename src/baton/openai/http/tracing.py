@@ -1,5 +1,4 @@
-"""The trace of a request (W3C Trace Context), passed on with its legs: unchanged, or with the leg's span as parent if
-the router makes spans."""
+"""The trace of a request (W3C Trace Context), passed on with its legs."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def make_message_plan(body: bytes, model: ServedModel, parsing: Parsing = NO_PAR
 
 
 def count_tokens(body: bytes, model: ServedModel) -> Json:
-    """The response to `POST /v1/messages/count_tokens`. Raises the errors of `make_message_plan`."""
+    """Raises the errors of `make_message_plan`."""
     request = read_count(body)
     check_model(request.model, model)
     try:

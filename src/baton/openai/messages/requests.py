@@ -47,7 +47,7 @@ class OutputConfig(msgspec.Struct, kw_only=True):
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True):
-    """Body of `POST /v1/messages/count_tokens`. Clients send null for optional fields."""
+    """Clients send null for optional fields."""
 
     model: str
     messages: list[InputMessage]

@@ -1,5 +1,4 @@
-"""A response's output items, and their streaming events as in OpenAI's API: an item is added, its content comes in
-deltas, and each level is repeated at its end."""
+"""A response's output items, and their streaming events as in OpenAI's API."""
 
 from __future__ import annotations
 

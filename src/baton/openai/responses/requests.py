@@ -42,7 +42,7 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
 
 
 class ResponsesRequest(CommonFields, kw_only=True):
-    """Body of `POST /v1/responses`. Clients send null for optional fields."""
+    """Clients send null for optional fields."""
 
     input: str | list[InputItem]
     instructions: str | None = None

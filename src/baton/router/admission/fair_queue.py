@@ -1,7 +1,6 @@
-"""Waiting requests in scheduling order.
+"""Waiting requests in scheduling order (docs/router.md, "Who waits for whom").
 
-The best priority comes first; in it, the tenant with the fewest tokens for its weight (virtual token counters: Y. Sheng
-et al., Fairness in Serving Large Language Models, OSDI 2024); of a tenant's requests, the earliest deadline.
+Tenants share by virtual token counters (Y. Sheng et al., Fairness in Serving Large Language Models, OSDI 2024).
 """
 
 from __future__ import annotations

@@ -20,11 +20,8 @@ ANY = "*"
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One tenant's share and limits.
-
-    - `weight`: tenants that wait get tokens in proportion to their weights.
-    - `max_running`, `max_queued`: requests that run, and that wait for their turn; None: unlimited.
-    - `priority`: the best class that it may ask for; lower runs first, as in vLLM.
+    """One tenant's share and limits (docs/router.md, "Who waits for whom"). `max_running`, `max_queued` None:
+    unlimited. `priority`: the best class that it may ask for; lower runs first, as in vLLM.
     """
 
     weight: float = 1.0

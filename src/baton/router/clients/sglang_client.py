@@ -240,7 +240,7 @@ def _timings(meta: _Meta) -> LegTimings | None:
 
 
 def _failure(message: str) -> HandoffError:
-    """Finds Baton's reason in SGLang's text, where the plug-in puts it."""
+    """The plug-in puts Baton's reason into SGLang's text."""
     named = (word for word in _NAMED.findall(message) if word in REASONS)
     return HandoffError(next(named, "engine_error"), message)
 

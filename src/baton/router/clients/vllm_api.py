@@ -99,8 +99,9 @@ def completion_body(
 
 
 def render_bodies(model: str, max_model_len: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Two requests whose answers show the server's sampling defaults. One sets nothing. The other sets a temperature,
-    without which vLLM resets top_p, top_k and min_p, and more tokens than any request has."""
+    """Their answers show the server's sampling defaults. One sets nothing. The other sets a temperature, without which
+    vLLM resets top_p, top_k and min_p, and more tokens than any request has.
+    """
     common = {"model": model, "prompt": [0]}
     return common | {"max_tokens": None}, common | {"max_tokens": max_model_len, "temperature": 1.0}
 

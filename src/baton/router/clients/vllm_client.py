@@ -104,7 +104,6 @@ class VllmClient(EngineClient):
         return self._started is not None and self._started == await self._ask_start(timeout)
 
     async def _ask_start(self, timeout: aiohttp.ClientTimeout) -> bytes | None:
-        """The start time of the process, from its metrics, or None."""
         try:
             found = _STARTED.search(await self._get("/metrics", _MAX_BODY_BYTES, timeout))
         except EngineLostError:
@@ -206,9 +205,9 @@ class VllmClient(EngineClient):
         first_only: bool = False,
         is_padded: bool = False,
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the chunks of one leg; with `first_only`, one token. A chunk that ends the request waits for the event
-        with the metrics, which vLLM sends at once. A first token does not wait: its metrics follow in a chunk without
-        tokens. `is_padded`: see `with_metrics`.
+        """`first_only`: one token. A chunk that ends the request waits for the event with the metrics, which vLLM sends
+        at once. A first token does not wait: its metrics follow in a chunk without tokens. `is_padded`: see
+        `with_metrics`.
 
         Raises the errors of `EngineClient.generate`, and `HandoffError` if a healthy server ended it.
         """

@@ -13,20 +13,8 @@ DEFAULT_POLICY = "cache_aware"
 
 
 class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The JSON of `--policy-config`. Weights are in the work of computing one prompt token.
-
-    - `uncached_weight`: per prompt token to compute.
-    - `moved_weight`: per prompt token to receive, by a decode engine.
-    - `queued_weight`: per prompt token of other requests that waits to be computed there.
-    - `leg_weight`: per request that decodes there. `kv_weight`: per token of their KV.
-    - `max_turn_prefill_length`: a decode engine that holds the beginning of a prompt computes up to this many more
-      tokens if a prefill engine would have at least `turn_ratio` times as many to compute. 0: never.
-    - `hand_back`: a prefill engine gets the KV of a prompt's beginning from the engine that holds it, if that has at
-      least `min_hand_back_length` tokens more, and if computing them was not faster before. 0: even if it was.
-    - `hand_back_limit_s`: how long a prefill engine waits for it at most, and for the first between two engines.
-    - `overload_num_waiting`, `overload_kv_usage`: an engine that reports at least this many waiting requests, or this
-      share of its KV in use, gets no new requests. None: it always does.
-    - `tenants`: by name; `*`: all others.
+    """The JSON of `--policy-config`: docs/router.md says what each field does. Weights are in the work of computing one
+    prompt token, lengths in tokens; None: no limit. `tenants`: by name; `*`: all others.
     """
 
     uncached_weight: float = 1.0

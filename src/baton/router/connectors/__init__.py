@@ -22,7 +22,7 @@ VLLM_CONNECTORS = tuple(name for name in CONNECTORS if name not in (BATON_ENGINE
 
 
 def create_connector(name: str, config: ConnectorConfig) -> Connector:
-    """Raises `ConfigError` for an unknown `name`, or if the connector does not support `config`."""
+    """Raises `ConfigError` for an unknown `name` or an unsupported `config`."""
     if name not in CONNECTORS:
         raise ConfigError("kv_connector", f"must be one of {', '.join(VLLM_CONNECTORS)}, got {name!r}")
     return CONNECTORS[name](config)

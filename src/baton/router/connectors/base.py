@@ -81,7 +81,7 @@ class Connector(ABC):
 
     @abstractmethod
     def legs(self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine, kv_mode: Mode) -> Legs:
-        """The legs of one attempt. Nothing is sent before iteration.
+        """Nothing is sent before iteration.
 
         Raises `EngineUnavailableError`.
         """
@@ -93,8 +93,7 @@ class Connector(ABC):
     def prefix_leg(
         self, request: GenerateRequest, source: PooledEngine, destination: PooledEngine, mode: Mode, expected: int
     ) -> PrefixLeg:
-        """Sign a ticket to move cached KV of the request's prompt from `source`, which is expected to hold `expected`
-        tokens of it, to `destination`.
+        """Signs a ticket. `expected`: how many tokens of the prompt `source` probably holds.
 
         Raises `EngineUnavailableError`.
         """

@@ -25,10 +25,8 @@ _NOTHING = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 class EngineConnector(Connector):
-    """A prefill leg's stream lasts as long as its pages are held; closing it frees them.
-
-    Engines on one host share its cores: for a short prompt D's work would delay the first token, so it runs during P's
-    drafter.
+    """A prefill leg's stream lasts as long as its pages are held; closing it frees them. On one host D's work for a
+    short prompt would delay the first token (docs/lifecycle.md).
     """
 
     needs_ticket_key = True

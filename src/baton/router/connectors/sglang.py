@@ -1,6 +1,5 @@
-"""SGLang servers with the transfer backend `baton`: both legs begin at once, with the same prompt and ticket.
-
-The decode server gets the prefill server's first token with the KV and repeats it, so nothing is sampled twice.
+"""SGLang servers with the transfer backend `baton`: both legs begin at once, with the same prompt and ticket. Nothing
+is sampled twice (docs/sglang.md).
 """
 
 from __future__ import annotations

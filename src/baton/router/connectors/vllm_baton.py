@@ -1,8 +1,6 @@
-"""vLLM servers with `BatonConnector`.
+"""vLLM servers with `BatonConnector` (docs/vllm.md).
 
-Both legs begin at once with the same prompt. The decode server also computes the prompt's last token, so it samples the
-first token again, for comparison. With `seed_first_token` the legs run in sequence: the decode server gets the prompt
-and P's token, and nothing is sampled twice.
+Both legs begin at once with the same prompt; with `seed_first_token` in sequence, and nothing is sampled twice.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """vLLM servers with vLLM's own NIXL connectors, for comparison and for existing deployments.
 
-With `NixlConnector` the decode server pulls: the legs run in sequence, since it needs parameters from the prefill
-response. With `NixlPushConnector` both legs begin at once and are paired by request id. Neither server learns that the
-other gave up; blocks are freed when vLLM's lease expires.
+With `NixlConnector` the legs run in sequence: the decode server needs parameters from the prefill response. With
+`NixlPushConnector` both legs begin at once and are paired by request id. Neither server learns that the other gave up;
+blocks are freed when vLLM's lease expires.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class BlockIndex:
         self.num_blocks = self.num_unknown = 0
 
     def apply(self, *events: KVEvent) -> None:
-        """Apply a batch. A block's parent may be in another group, whose event may come later."""
+        """A block's parent may be in another group, whose event may come later."""
         orphans: list[BlockStored] = []
         for event in events:
             if isinstance(event, BlockStored):

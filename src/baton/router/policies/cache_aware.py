@@ -9,7 +9,7 @@ from baton.router.pooled_engine import PooledEngine
 
 
 class CacheAware(Policy):
-    """A held prefix counts as saved work, so a busy engine that holds it loses to an idle one."""
+    """A busy engine that holds a prefix loses to an idle one."""
 
     name = "cache_aware"
     uses_prefixes = True

@@ -1,10 +1,6 @@
 """How another number of prefill or decode engines would change the time to first token.
 
-Recent requests are replayed: each arrives at its time, takes a decode slot, is prefilled by the first free engine, and
-frees its slot when it ends. The replay computes the waits; all else was measured.
-
-Not modelled: prompts batched in one step, prefix hits that would move to other engines, decode steps that slow down
-with more requests.
+Recent requests are replayed as docs/router.md says: waits are computed, all else was measured.
 """
 
 from __future__ import annotations

@@ -89,7 +89,6 @@ class WorkerLoads:
         return sum(self._cells[other * _ROW_CELLS] for other in range(self._num) if other != self._worker)
 
     def publish(self, engine: EngineWithLoad) -> None:
-        """Publish the load of an engine."""
         slot = self._slots.get(engine.url)
         if slot is None and (slot := self._new_slot(engine.url)) is None:
             return

@@ -1,7 +1,6 @@
 """Requests between the processes of one router, over sockets in a directory that only their user can enter.
 
-The process that gets a request for `/metrics` or `/status` answers for all, and informs the others of engines that join
-or leave.
+The process that gets a request for `/metrics` or `/status` answers for all.
 """
 
 from __future__ import annotations
@@ -139,7 +138,7 @@ class Siblings:
         return [msgspec.json.decode(page) for page in await self._ask("status")]
 
     async def broadcast(self, change: str, body: bytes) -> None:
-        """Repeat in all other processes a change made in this one. Those that do not answer soon get it later."""
+        """Repeat a change in all other processes. Those that do not answer soon get it later."""
         self._num_changes += 1
         path = f"{change}?sender={self._start}&number={self._num_changes}"
         for other in self._sessions:
@@ -150,7 +149,7 @@ class Siblings:
             await asyncio.wait(self._senders.values(), timeout=self._answer_s)
 
     async def _send(self, other: int) -> None:
-        """Send the changes for one process in order, each until it answers."""
+        """In order, each change until the process answers."""
         changes = self._changes[other]
         while changes:
             path, body = changes[0]

@@ -5,8 +5,7 @@ cannot be opened to other processes). A handle opens the whole allocation. Peers
 
 The caller of `submit` must have waited for the stream that wrote the source.
 
-Fence: the peer's orderly close, or its death (pidfd), which the operating system reports after it has closed the GPU
-driver's files; the driver then takes the process's channels off the device.
+Fence: the peer's orderly close, or its death, after which the GPU driver takes the process's channels off the device.
 """
 
 from __future__ import annotations

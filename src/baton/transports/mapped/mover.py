@@ -1,4 +1,4 @@
-"""The worker thread for copies, which run without the GIL."""
+"""A thread for copies, without the GIL."""
 
 from __future__ import annotations
 

@@ -1,16 +1,12 @@
-"""`file://`: engines that share a directory, and neither memory nor a fast network. See docs/transports.md.
+"""`file://`: engines that share a directory, and neither memory nor a fast network: docs/transports.md says how bytes
+move.
 
-Options: `path` (the directory, default ~/.cache/baton/kv), `max_bytes` (of all its entries, default 8 GiB), `host`
-(numeric address where peers reach the lifeline; default 127.0.0.1).
-
-Write: this side puts the batch into a `FileStore` under its digest, and sends that key and the addresses over the
-lifeline; the peer copies the entry into its regions, and answers; only then is the write done. Read: the peer stores
-the bytes and answers with the key. So each process writes only to its own memory, and equal batches are stored once.
+Options: `path` (default ~/.cache/baton/kv), `max_bytes` (of all entries, default 8 GiB), `host` (numeric address where
+peers reach the lifeline; default 127.0.0.1).
 
 A read that waits for its answer ends when its peer is given up, since only the answer would make this process copy.
 
-Fence: a peer that is gone (orderly close, or death of its process on this host) is fenced once the workers have served
-its requests.
+Fence: the peer is gone, and the workers have served its requests.
 """
 
 from __future__ import annotations

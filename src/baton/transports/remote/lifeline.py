@@ -1,7 +1,6 @@
 """TCP connections next to a transfer library, which reports neither that a peer starts to copy nor that it died.
 
-Each transport listens on one TCP port; the `Contact` in its descriptor has the address, and a secret that callers must
-present. A `Line` is one connection: small frames, and an end that the kernel reports at once if a process dies.
+A `Line` is one connection: small frames, and an end that the kernel reports at once if a process dies.
 """
 
 from __future__ import annotations
@@ -226,7 +225,7 @@ class Lifeline:
         line.close()
 
     def say_bye(self) -> None:
-        """Send BYE: no copy of this side is outstanding."""
+        """No copy of this side is outstanding."""
         for key in list((self._selector.get_map() or {}).values()):
             if isinstance(key.data, Line):
                 key.data.send(BYE)

@@ -1,11 +1,10 @@
 """`mooncake://`: engines of a cluster, over Mooncake's Transfer Engine. See docs/transports.md.
 
 `host`: the numeric address where peers reach this machine. `protocol` `rdma`: no test runs it, for lack of a network
-card. `device`: RDMA devices, comma-separated; default all. Mooncake's own ports listen on all addresses and accept
-copies from anyone: keep them behind a firewall.
+card. `device`: RDMA devices, comma-separated; default all.
 
 Mooncake's call for a batch blocks, and returns -1 for a refusal, a broken connection and a time-out alike, while other
-parts may still be moving. So a failed batch cuts the peer off, and keeps its pages until the peer is gone.
+parts may still be moving. So a failed batch cuts the peer off.
 
 Fence: as of `nixl`. To receive what a dead process left in sockets, this side copies one byte to itself until
 Mooncake's single loop for all sockets must have read everything.

@@ -6,11 +6,7 @@ how much it has received.
 Memory of a CUDA device ("VRAM") needs a UCX built with CUDA; NIXL then starts anew on a thread that has the device's
 context.
 
-Over some UCX transports the receiver must make progress while a peer has announced copies. NIXL cannot stop a batch,
-and reports nothing about one whose peer is removed, so a connection is cut when its batch has ended.
-
-Fence: the peer's orderly close, or the death of its process on this host (pidfd) after enough rounds of progress to
-receive everything left in sockets and queues.
+Fence: as in docs/transports.md; progress is made until everything left in sockets and queues is received.
 """
 
 from __future__ import annotations

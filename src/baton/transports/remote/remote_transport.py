@@ -1,7 +1,4 @@
-"""The transport over a transfer library (`Library`), which the driver's thread owns.
-
-A copy list is sent in batches. A cancelled operation ends with its batch in flight.
-"""
+"""The transport over a transfer library (`Library`), which the driver's thread owns."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ class LatentMoE(nn.Module):
 
 
 def _kinds(raw: RawConfig, pattern: str, *lists: str) -> tuple[str, ...]:
-    """Kinds of blocks, from a string with a character each, or a list of names."""
+    """From a string with a character each, or a list of names."""
     name = next((name for name in (*lists, pattern) if raw.get(name) is not None), None)
     if name is None:
         return (_ATTENTION, _EXPERTS) if pattern.startswith("mtp") else (_MAMBA, _EXPERTS, _ATTENTION, _MLP)
