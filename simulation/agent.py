@@ -22,7 +22,7 @@ class SimRankAgent(HandoffAgent):
     """One rank's agent without threads and sockets. `Rank` runs its loop."""
 
     def __init__(self, rank: Rank) -> None:
-        self.config, self._handoffs, self._rank = rank.config, rank.node, rank
+        self.config, self._handoffs, self._rank = rank.config, rank.handoffs, rank
 
     def _call(self, call: Callable[[], None], soon: Callable[[], bool] = lambda: True) -> None:
         self._rank.call(call, soon)

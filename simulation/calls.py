@@ -41,7 +41,7 @@ def check_innocence(process: Rank, silent: Sequence[Session]) -> None:
     """Check sessions that were `silent` for their lease and are gone now: none may lead to an engine that was running
     and reachable all the time, and also held this session.
     """
-    world, sessions = process.world, process.node.sessions
+    world, sessions = process.world, process.handoffs.sessions
     if any(world.settings.has(fault) for fault in _DEAF):
         return
     for session in silent:
@@ -57,7 +57,7 @@ def check_innocence(process: Rank, silent: Sequence[Session]) -> None:
             continue
         if not process.cluster.network.reached(process, far.ranks[session.hello.instance.rank], since):
             continue
-        held_by = [rank.node.sessions for rank in far.ranks]
+        held_by = [rank.handoffs.sessions for rank in far.ranks]
         theirs = [session for each in held_by for session in (*each.clients.values(), *each.servers.values())]
         if any(other.connection.session == session.connection.session and other.established for other in theirs):
             world.fail("innocent_lease", f"{process.name} evicts {far.name}: both were there, in one session")

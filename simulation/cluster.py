@@ -79,7 +79,7 @@ class Cluster:
             if process.gone or process.paused or process.leaving or not process.whole:
                 continue
             for rank in process.ranks:
-                for key, attempt in rank.node.runner.decodes.live.items():
+                for key, attempt in rank.handoffs.runner.decodes.live.items():
                     far = self.by_uid[key.prefill_incarnation]
                     since = self._waits.setdefault((rank.uid, key), now)
                     since = max(since, far.died_at, process.awake_since)
@@ -244,18 +244,18 @@ class Cluster:
             (process, attempt.machine.key)
             for process in self.processes.values()
             if process.role == "prefill" and not process.gone
-            for attempt in process.ranks[0].node.runner.prefills.live.values()
+            for attempt in process.ranks[0].handoffs.runner.prefills.live.values()
         ]
         forgers = [p for p in self.processes.values() if p.role == "decode" and not p.gone and not p.paused]
         if not attempts or not forgers:
             return False
         (victim, key), forger = random.choice(attempts), random.choice(forgers)
-        session = forger.ranks[0].node.sessions.servers.get(victim.address)
+        session = forger.ranks[0].handoffs.sessions.servers.get(victim.address)
         if session is None or not session.ready:
             return False
         claimed = AttemptKey(key.transfer_id, key.attempt + 1, key.prefill_incarnation, forger.uid)
         # A separate generator, so that the seed's other draws do not depend on it.
-        fork, prefills = Random(self.world.now), victim.ranks[0].node.runner.prefills
+        fork, prefills = Random(self.world.now), victim.ranks[0].handoffs.runner.prefills
         own = [k for k, known in prefills.live.items() if known.machine.claimed and k.decode_incarnation == forger.uid]
         if own and fork.random() < _OWN_ATTEMPT:
             claimed = fork.choice(own)

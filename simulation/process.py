@@ -284,19 +284,19 @@ class Process:
         self.world.note(self.name, "leaves")
         self.engine.close()
         for rank in self.ranks:
-            rank.node.abort_all()
+            rank.handoffs.abort_all()
         self._leave(self.world.now + self.config.timers.close)
 
     def _leave(self, until: float) -> None:
         if self.dead:
             return
         living = [rank for rank in self.ranks if not rank.dead]
-        copying = sum(len(rank.node.operations) for rank in living)
+        copying = sum(len(rank.handoffs.operations) for rank in living)
         if self.paused or (copying and self.world.now < until):
             self.world.after(0.05, self._leave, until)
             return
         for rank in living:
-            rank.node.sessions.say_bye("engine_closed", quiet=len(rank.node.operations) == 0)
+            rank.handoffs.sessions.say_bye("engine_closed", quiet=len(rank.handoffs.operations) == 0)
             rank.transport.close()
         self.closed = True
         self.crash()

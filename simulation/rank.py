@@ -65,7 +65,7 @@ class Rank:
         self.channel = SimChannel(self, self.cluster.network)
         self.transport = SimTransport(self, self.cluster.fabric)
         descriptor = self.transport.register([])
-        self.node: RankHandoffs = RankHandoffs(
+        self.handoffs: RankHandoffs = RankHandoffs(
             Sessions(self.config, instance, self.transport, descriptor, self.channel, self.clock, gathered=True),
             instance,
             self.transport,
@@ -144,20 +144,20 @@ class Rank:
 
     def agent_step(self) -> None:
         """One turn of `HandoffAgent`, in the same order."""
-        runner = self.node
-        idle = not self.channel.unread and not self.calls and not len(runner.operations)
-        silent = runner.sessions.expired(self.clock.monotonic())
-        wait = runner.run_timers()
+        handoffs = self.handoffs
+        idle = not self.channel.unread and not self.calls and not len(handoffs.operations)
+        silent = handoffs.sessions.expired(self.clock.monotonic())
+        wait = handoffs.run_timers()
         check_innocence(self, silent)
         for connection, message in self.channel.receive(0.0):
             self._works()
-            runner.on_message(connection, message)
+            handoffs.on_message(connection, message)
         while self.calls:
             self._works()
             self.calls.popleft()()
-        runner.poll()
-        if runner.runner.undefined is not None:
-            self.world.fail("undefined_transition", f"{self.name}: {runner.runner.undefined}")
+        handoffs.poll()
+        if handoffs.runner.undefined is not None:
+            self.world.fail("undefined_transition", f"{self.name}: {handoffs.runner.undefined}")
         self.process.engine.agent_has_run()
         self._idle_turns = self._idle_turns + 1 if idle and wait < _TICK else 0
         if self._idle_turns > _MAX_IDLE_TURNS:

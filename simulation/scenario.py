@@ -202,15 +202,15 @@ def _left(cluster: Cluster) -> list[str]:
             held = pool.num_referenced + pool.num_quarantined
             if held:
                 out.append(f"{name} holds {held} pages of {group}")
-        nodes = [rank.node for rank in process.ranks]
-        live = [str(attempt.machine.key) for node in nodes for attempt in node.runner.live()]
-        copies = sum(len(node.operations) for node in nodes)
+        handoffs = [rank.handoffs for rank in process.ranks]
+        live = [str(attempt.machine.key) for each in handoffs for attempt in each.runner.live()]
+        copies = sum(len(each.operations) for each in handoffs)
         if live or copies:
             out.append(f"{name} has attempts {live} and {copies} copies")
         if any(rank.channel.unread for rank in process.ranks):
             # A process that was paused until now may begin something with these messages.
             out.append(f"{name} has messages to take in")
-        if any(node.routing.registrations.holding for node in nodes):
+        if any(each.routing.registrations.holding for each in handoffs):
             # The claim's connection may be on its way to a process that died; a lease must have time to end it.
             out.append(f"{name} holds a claim back")
     return out
@@ -232,8 +232,8 @@ def _check_rest(world: World, cluster: Cluster) -> None:
             # A process that sleeps through a skip renews no lease.
             rank.process.awake_since = world.now
             rank.agent_step()
-        tables = rank.node.runner.prefills, rank.node.runner.decodes
-        kept = sum(len(table.ended) for table in tables) + rank.node.routing.registrations.holding
+        tables = rank.handoffs.runner.prefills, rank.handoffs.runner.decodes
+        kept = sum(len(table.ended) for table in tables) + rank.handoffs.routing.registrations.holding
         if kept:
             world.fail("memory", f"{rank.uid} remembers {kept} attempts after every ticket expired")
     for process in living:

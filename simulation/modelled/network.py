@@ -217,7 +217,7 @@ class SimChannel(Channel):
     def _accept(self, parts: list[Any]) -> list[tuple[Connection, ControlMessage]]:
         found = super()._accept(parts)
         for connection, _ in found[-1:]:  # those before it are sessions that this message ends
-            session = self.process.node.sessions.clients.get(connection)
+            session = self.process.handoffs.sessions.clients.get(connection)
             sender = self._router.last.channel.process
             if (
                 session is not None

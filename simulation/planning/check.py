@@ -127,7 +127,7 @@ def _complete(case: Case) -> bool:
     return True
 
 
-def _told(random: Random, other: Instance) -> Instance:
+def _as_received(random: Random, other: Instance) -> Instance:
     """An engine's instance as the peer knows it: decoded from the wire, with its ranks in any order."""
     copy = msgspec.msgpack.decode(msgspec.msgpack.encode(other), type=Instance)
     return msgspec.structs.replace(
@@ -149,7 +149,7 @@ def check(seed: int, tally: Tally) -> None:
     case = draw(random)
     tally.cases += 1
     tally.kinds["hybrid"] += case.hybrid
-    of_source, of_dest = (case.source, _told(random, case.dest)), (_told(random, case.source), case.dest)
+    of_source, of_dest = (case.source, _as_received(random, case.dest)), (_as_received(random, case.source), case.dest)
     if not _complete(case):
         tally.refused += 1
         assert not case.regular, "an engine lacks a part of its model"

@@ -138,17 +138,17 @@ class Node:
         config = AgentConfig(name, self.incarnation, ticket_key=b"k", timers=timers)
         instance = Instance(rank=0, groups={"target": [RankGeometry(rank=0, geometry=geometry)]})
         sessions = Sessions(config, instance, self.transport, self.descriptor, self.channel, world.clock)
-        self.node = RankHandoffs(sessions, instance, self.transport, self.events.append)
+        self.handoffs = RankHandoffs(sessions, instance, self.transport, self.events.append)
         self.paused = False
         world.nodes[self.address] = self
 
     def step(self) -> None:
-        self.node.run_timers()
+        self.handoffs.run_timers()
         for connection, message in self.channel.receive():
-            self.node.on_message(connection, message)
-        while len(self.node.operations) and not isinstance(self.transport, StuckTransport):
-            self.node.poll()
-        self.node.poll()
+            self.handoffs.on_message(connection, message)
+        while len(self.handoffs.operations) and not isinstance(self.transport, StuckTransport):
+            self.handoffs.poll()
+        self.handoffs.poll()
 
     def die(self) -> None:
         self.transport.close()
@@ -181,14 +181,14 @@ class World:
         return signed(make_ticket_between(p, d, self.clock.now + life, mode=mode), b"k")
 
     def prefill(self, p: Node, ticket: Ticket) -> None:
-        p.node.post(ticket.key, Declared(N, {"target": [1, 2]}, {"target": N}))
-        p.node.post(ticket.key, Sampled(SEEDS, False, {}))
+        p.handoffs.post(ticket.key, Declared(N, {"target": [1, 2]}, {"target": N}))
+        p.handoffs.post(ticket.key, Sampled(SEEDS, False, {}))
 
     def begin(self, p: Node, d: Node, mode: str) -> SignedTicket:
         """Open and register both legs; P still prefills."""
         ticket = self.ticket(p, d, mode)
-        p.node.open_prefill(ticket)
-        d.node.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]})
+        p.handoffs.open_prefill(ticket)
+        d.handoffs.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]})
         self.run(0.5)
         return ticket
 
@@ -204,4 +204,4 @@ class World:
         np.testing.assert_array_equal(d.memory[3 * page : 5 * page], p.memory[page : 3 * page])
 
     def settled(self) -> bool:
-        return not any(node.node.stats().outstanding for node in self.nodes.values())
+        return not any(node.handoffs.stats().outstanding for node in self.nodes.values())

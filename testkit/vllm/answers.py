@@ -30,14 +30,14 @@ class Answer:
         return cls(choice["token_ids"], margins, speculation.get("per_step_accepted") or ())
 
 
-def _parting(found: Answer, expected: Answer) -> int | None:
+def _first_difference(found: Answer, expected: Answer) -> int | None:
     pairs = zip(found.tokens, expected.tokens, strict=True)
     return next((index for index, (a, b) in enumerate(pairs) if a != b), None)
 
 
 def same(found: Answer, expected: Answer) -> bool | None:
     """Whether tokens are equal; None if they diverge at a near-tie of the reference."""
-    index = _parting(found, expected)
+    index = _first_difference(found, expected)
     return True if index is None else None if expected.margins[index] < NEAR_TIE else False
 
 
@@ -48,7 +48,7 @@ def same_acceptance(found: Answer, expected: Answer, num_drafts: int) -> bool:
     """
     if not expected.accepted:
         return not found.accepted
-    index = _parting(found, expected)
+    index = _first_difference(found, expected)
     padded = found.accepted[:1] == [0] and _accepted_alike(found.accepted[1:], expected.accepted, num_drafts, index)
     return padded or _accepted_alike(found.accepted, expected.accepted, num_drafts, index)
 

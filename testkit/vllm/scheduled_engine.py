@@ -102,9 +102,9 @@ class ScheduledEngine:
         self.worker.register_kv_caches(self.caches)
         scheduler = self.config.scheduler_config.get_scheduler_cls()
         self.scheduler: Any = scheduler(self.config, cache_config, StructuredOutputManager(self.config), BLOCK)
-        self.half = self.scheduler.get_kv_connector()
-        self.half.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
-        self.identity = self.half.scheduler.identity
+        self.connector = self.scheduler.get_kv_connector()
+        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
+        self.identity = self.connector.scheduler.identity
         self.blocks: dict[str, list[list[int]]] = {}  # by request and cache group
         self.first_tokens: dict[str, tuple[int, int]] = {}  # of a request's first step: computed before, scheduled
         self.num_drafts: list[int] = []  # that each step with tokens proposes

@@ -137,7 +137,7 @@ class Worker:
             for layer, rows in self.rows.items()
         }
         self.config = vllm_config
-        self.half: Any = BatonConnector(vllm_config, KVConnectorRole.WORKER, groups)
+        self.connector: Any = BatonConnector(vllm_config, KVConnectorRole.WORKER, groups)
         self.runner: Any = None
 
     def compute(self, step: Any, write: Callable[[], None] | None, propose: Callable[[], None] | None) -> Any:
@@ -176,7 +176,7 @@ class Engine:
         self.scheduler: Any = BatonConnector(configs[0], KVConnectorRole.SCHEDULER, groups)
         pool = SimpleNamespace(blocks=[], touch=lambda blocks: None, free_blocks=lambda blocks: None)
         self.scheduler.bind_gpu_block_pool(pool)
-        handshakes = {(0, rank): worker.half.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
+        handshakes = {(0, rank): worker.connector.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
         self.scheduler.set_xfer_handshake_metadata_pp_aware(handshakes)
         self.identity = self.scheduler.scheduler.identity
         self._joined = KVOutputAggregator.from_connector(self.scheduler, size)
@@ -194,11 +194,11 @@ class Engine:
             return found
 
         def start(worker: Worker) -> None:
-            here.half = worker.half
+            here.connector = worker.connector
             worker.runner = v2.ActiveKVConnector(worker.config, worker.caches)
 
         monkeypatch.setattr(compat, "gather_workers", gather)
-        monkeypatch.setattr(v2, "get_kv_transfer_group", lambda: here.half)
+        monkeypatch.setattr(v2, "get_kv_transfer_group", lambda: here.connector)
         with ThreadPoolExecutor(size) as threads:
             list(threads.map(start, self.workers))
 
@@ -260,7 +260,7 @@ class Engine:
 
     def close(self) -> None:
         for worker in self.workers:
-            worker.half.shutdown()
+            worker.connector.shutdown()
 
 
 def legs(folder: Path, p: Engine, d: Engine) -> tuple[Any, Any]:

@@ -127,16 +127,16 @@ def test_an_attempt_that_is_over_answers_whatever_is_asked(mode: Mode) -> None:
 def test_a_wait_outlasts_the_ticket(world: World, mode: Mode) -> None:
     p, d = engine(world, "P"), engine(world, "D")
     ticket = world.ticket(p, d, mode, life=10)
-    p.node.open_prefill(ticket)
-    d.node.announce_decode(ticket)
+    p.handoffs.open_prefill(ticket)
+    d.handoffs.announce_decode(ticket)
     world.run(40)
-    p.node.admit_prefill(ticket.key)
+    p.handoffs.admit_prefill(ticket.key)
     world.run(0.2)
     assert d.events == [ev.DecodeAdmitted(ticket.key)]
     world.prefill(p, ticket)
     world.run(40)
     assert p.events == [], "its pages wait for D's"
-    d.node.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]})
+    d.handoffs.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]})
     world.run(1)
     assert p.events == [ev.PrefillReleased(ticket.key, "committed")]
     assert d.count(ev.DecodeCommitted) == 1
@@ -146,7 +146,7 @@ def test_a_wait_outlasts_the_ticket(world: World, mode: Mode) -> None:
 def test_a_leg_that_no_engine_takes_ends_with_its_ticket(world: World) -> None:
     p, d = engine(world, "P"), engine(world, "D")
     ticket = world.ticket(p, d, "push", life=10)
-    d.node.announce_decode(ticket)
+    d.handoffs.announce_decode(ticket)
     world.run(9)
     assert d.events == []
     world.run(3)
@@ -160,11 +160,11 @@ def test_a_leg_that_no_engine_takes_ends_with_its_ticket(world: World) -> None:
 def test_time_counts_from_register(world: World, mode: Mode) -> None:
     p, d = engine(world, "P"), engine(world, "D")
     ticket = world.ticket(p, d, mode, life=10)
-    p.node.open_prefill(ticket)
-    d.node.announce_decode(ticket)
-    p.node.admit_prefill(ticket.key)
+    p.handoffs.open_prefill(ticket)
+    d.handoffs.announce_decode(ticket)
+    p.handoffs.admit_prefill(ticket.key)
     world.run(30)
-    d.node.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]})
+    d.handoffs.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]})
     world.run(TIMERS.handoff - 1)
     assert d.failures() == []
     world.run(2)
@@ -175,13 +175,13 @@ def test_time_counts_from_register(world: World, mode: Mode) -> None:
 def test_p_keeps_no_pages_for_a_leg_that_fell_silent(world: World) -> None:
     p, d = engine(world, "P"), engine(world, "D")
     ticket = world.ticket(p, d, "pull", life=10)
-    p.node.open_prefill(ticket)
-    d.node.announce_decode(ticket)
-    p.node.admit_prefill(ticket.key)
+    p.handoffs.open_prefill(ticket)
+    d.handoffs.announce_decode(ticket)
+    p.handoffs.admit_prefill(ticket.key)
     world.prefill(p, ticket)
     world.run(15)
     # D's session lives, but it no longer knows this attempt.
-    d.node.runner.decodes.live.clear()
+    d.handoffs.runner.decodes.live.clear()
     world.run(TIMERS.handoff + 2)
     assert p.events == [ev.PrefillReleased(ticket.key, "handoff_timeout")]
 
@@ -189,10 +189,10 @@ def test_p_keeps_no_pages_for_a_leg_that_fell_silent(world: World) -> None:
 def test_p_says_that_it_has_forgotten_an_attempt(world: World) -> None:
     p, d = engine(world, "P"), engine(world, "D")
     ticket = world.ticket(p, d, "pull", life=10)
-    d.node.announce_decode(ticket)
+    d.handoffs.announce_decode(ticket)
     world.run(0.5)
-    p.node.runner.prefills.live.clear()
-    session = next(iter(d.node.sessions.servers.values()))
+    p.handoffs.runner.prefills.live.clear()
+    session = next(iter(d.handoffs.sessions.servers.values()))
     for question in (msg.ReadDone(ticket.key), msg.Repair(ticket.key, 1, {})):
         d.channel.send(session.connection, question)
     world.run(0.5)
@@ -204,7 +204,7 @@ def test_d_shows_the_ticket_as_it_came_and_signs_none(world: World) -> None:
     """P refuses an invalid signature, although D knows the key."""
     p, d = engine(world, "P"), engine(world, "D")
     ticket = world.ticket(p, d, "push")
-    d.node.announce_decode(SignedTicket.of(ticket, sign_ticket(b"another key", ticket)))
+    d.handoffs.announce_decode(SignedTicket.of(ticket, sign_ticket(b"another key", ticket)))
     world.run(0.5)
     assert d.failures() == ["register_refused"]
 
@@ -212,21 +212,21 @@ def test_d_shows_the_ticket_as_it_came_and_signs_none(world: World) -> None:
 @pytest.mark.parametrize("claim", ["announce", "register"])
 def test_a_claim_that_cancel_overtook_starts_nothing(world: World, claim: str) -> None:
     p, d = engine(world, "P"), engine(world, "D")
-    d.node.announce_decode(world.ticket(p, d, "push"))
+    d.handoffs.announce_decode(world.ticket(p, d, "push"))
     world.run(0.5)
     ticket = world.ticket(p, d, "push")
-    (session,) = d.node.sessions.servers.values()
+    (session,) = d.handoffs.sessions.servers.values()
     late: msg.AttemptMessage = msg.Announce(ticket.key, sign_ticket(b"k", ticket))
     if claim == "register":
         late = msg.Register(ticket.key, sign_ticket(b"k", ticket), {"target": Interval(0, N)}, {"target": [3, 4]})
     for message in (msg.Cancel(ticket.key, "gone"), late):
         d.channel.send(session.connection, message)
     world.run(0.5)
-    p.node.open_prefill(ticket)
+    p.handoffs.open_prefill(ticket)
     world.prefill(p, ticket)
     world.run(0.5)
     assert p.events == [ev.PrefillReleased(ticket.key, "gone")]
-    assert not len(p.node.operations)
+    assert not len(p.handoffs.operations)
 
 
 # ---------------------------------------------------------------- complete agents

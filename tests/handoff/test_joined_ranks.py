@@ -42,7 +42,7 @@ SHAPES = [
 ]
 
 
-class Half:
+class RunningMachine:
     """One state machine, its incoming messages, and its copies in progress."""
 
     def __init__(self, machine: PrefillHandoff | DecodeHandoff) -> None:
@@ -110,7 +110,7 @@ class World:
             if self.random.random() < 0.3:
                 # It knows the other engine from an earlier handoff.
                 peers_of(side)[self.ticket.key.ends[1 - number][0]] = self.instances[1 - number]
-        self.halves: tuple[dict[Pair, Half], dict[Pair, Half]] = ({}, {})
+        self.machines: tuple[dict[Pair, RunningMachine], dict[Pair, RunningMachine]] = ({}, {})
         self.ready: set[Pair] = set()
         self.final = dict.fromkeys(self.wanted, 0)  # what P's engine has computed, on all ranks
         self.arrived: set[tuple[Pair, str, int]] = set()
@@ -123,53 +123,53 @@ class World:
     # ------------------------------------------------------------ state machines
 
     def open_p(self, pair: Pair) -> None:
-        self.p_half(pair)
+        self.p_machine(pair)
         self.feed(0, pair, ev.Opened())
 
-    def p_half(self, pair: Pair) -> Half:
-        if pair not in self.halves[0]:
+    def p_machine(self, pair: Pair) -> RunningMachine:
+        if pair not in self.machines[0]:
             machine = PrefillHandoff(self.ticket.key.of_pair(pair), self.mode, "t", list(self.wanted))
-            self.halves[0][pair] = Half(machine)
-        return self.halves[0][pair]
+            self.machines[0][pair] = RunningMachine(machine)
+        return self.machines[0][pair]
 
     def open_d(self, pair: Pair) -> None:
         # An engine that aborts before it knows the other side tells each of its ranks.
         assert pair == LEAD or pair in self.truth or self.gave_up
-        self.halves[1][pair] = Half(DecodeHandoff(self.ticket.key.of_pair(pair), self.mode, "t"))
+        self.machines[1][pair] = RunningMachine(DecodeHandoff(self.ticket.key.of_pair(pair), self.mode, "t"))
 
     def feed(self, side: int, pair: Pair, event: ev.MachineEvent) -> None:
-        half = self.halves[side].get(pair)
-        if half is None:
+        running = self.machines[side].get(pair)
+        if running is None:
             return
-        for action in half.machine.handle(event):
+        for action in running.machine.handle(event):
             match action:
                 case ev.Send(message):
-                    other = self.p_half(pair) if side else self.halves[1][pair]
+                    other = self.p_machine(pair) if side else self.machines[1][pair]
                     other.inbox.append(message)
                 case ev.StartCopy(copy_id, group, tokens):
                     assert group in self.truth.get(pair, ()), "a pair moves what is not its own"
-                    half.copies[copy_id] = (action, list(range(tokens.start, tokens.stop)))
+                    running.copies[copy_id] = (action, list(range(tokens.start, tokens.stop)))
                 case ev.CancelCopies(copy_ids):
                     for copy_id in copy_ids:
-                        if copy_id in half.copies and self.random.random() < 0.5:
-                            del half.copies[copy_id]
+                        if copy_id in running.copies and self.random.random() < 0.5:
+                            del running.copies[copy_id]
                             self.feed(side, pair, ev.CopyEnded(copy_id, ok=False))
                 case ev.Notify(found):
                     self.sides[side].on_event(found)
 
     def hear(self, side: int, pair: Pair, lossy: bool) -> None:
-        half = self.halves[side][pair]
-        message = half.inbox.pop(self.random.randrange(len(half.inbox)))
+        running = self.machines[side][pair]
+        message = running.inbox.pop(self.random.randrange(len(running.inbox)))
         if lossy and self.random.random() < self.faults:
             if self.random.random() < 0.5:
                 return
-            half.inbox.append(message)
+            running.inbox.append(message)
         if side == 0:
-            assert isinstance(half.machine, PrefillHandoff)
+            assert isinstance(running.machine, PrefillHandoff)
             if pair == LEAD:
                 self.sides[0].on_peer(self.ticket.key, self.instances[1])
-            if isinstance(message, Register) and not half.machine.registered:
-                half.machine.groups = self.truth.get(pair, frozenset())
+            if isinstance(message, Register) and not running.machine.registered:
+                running.machine.groups = self.truth.get(pair, frozenset())
         self.feed(side, pair, ev.Received(message))
 
     def meet(self, pair: Pair) -> None:
@@ -179,7 +179,7 @@ class World:
         self.feed(1, pair, ev.PeerReady())
 
     def move(self, side: int, pair: Pair, copy_id: int) -> None:
-        copy, left = self.halves[side][pair].copies[copy_id]
+        copy, left = self.machines[side][pair].copies[copy_id]
         assert not self.free[1], "a copy writes a page that is free"
         assert not self.free[0], "a copy reads a page that is free"
         if left:
@@ -187,7 +187,7 @@ class World:
             assert token < self.final[copy.group], "a copy takes what is not final"
             self.arrived.add((pair, copy.group, token))
             return
-        del self.halves[side][pair].copies[copy_id]
+        del self.machines[side][pair].copies[copy_id]
         self.feed(side, pair, ev.CopyEnded(copy_id, ok=True, num_bytes=1, num_runs=1))
 
     # ------------------------------------------------------------ engines
@@ -200,7 +200,7 @@ class World:
                 assert not self.free[side]
                 self.free[side] = True
             if isinstance(event, ev.PrefillReleased):
-                busy = [pair for pair, half in self.halves[0].items() if half.copies]
+                busy = [pair for pair, running in self.machines[0].items() if running.copies]
                 assert not busy, "pages are free while a pair copies"
             if isinstance(event, ev.DecodeCommitted):
                 missing = [
@@ -251,15 +251,15 @@ class World:
         for ranks in self.ranks:
             out += [lambda rank=rank: rank.calls.pop(0)() for rank in ranks if rank.calls] * 2  # type: ignore[misc]
         for side in (0, 1):
-            for pair, half in self.halves[side].items():
-                if half.inbox:
+            for pair, running in self.machines[side].items():
+                if running.inbox:
                     out.append(lambda side=side, pair=pair: self.hear(side, pair, lossy))  # type: ignore[misc]
-                out += [lambda s=side, p=pair, c=copy: self.move(s, p, c) for copy in half.copies]  # type: ignore[misc]
-        return out + [lambda pair=pair: self.meet(pair) for pair in self.halves[1] if pair not in self.ready]  # type: ignore[misc]
+                out += [lambda s=side, p=pair, c=copy: self.move(s, p, c) for copy in running.copies]  # type: ignore[misc]
+        return out + [lambda pair=pair: self.meet(pair) for pair in self.machines[1] if pair not in self.ready]  # type: ignore[misc]
 
     def tick(self) -> None:
         for side in (0, 1):
-            for pair in list(self.halves[side]):
+            for pair in list(self.machines[side]):
                 self.feed(side, pair, ev.Tick())
 
     def run(self) -> None:
@@ -272,7 +272,7 @@ class World:
             for _ in range(250 * len(self.truth)):
                 self.random.choice(self.choices(lossy=False))()
             for side in (0, 1):
-                for pair in list(self.halves[side]):
+                for pair in list(self.machines[side]):
                     self.feed(side, pair, ev.Deadline())
         for _ in range(250 * len(self.truth)):
             self.random.choice(self.choices(lossy=False))()
@@ -282,7 +282,7 @@ class World:
             told = self.events[side]
             assert sum(isinstance(event, ends) for event in told) == 1, told
             assert sum(isinstance(event, ev.DecodeFailed) for event in told) <= 1
-            assert not any(half.copies for half in self.halves[side].values())
+            assert not any(running.copies for running in self.machines[side].values())
             assert not legs_of(self.sides[side])
         if any(isinstance(event, ev.DecodeFailed) for event in self.events[1]):
             assert isinstance(self.events[1][-1], ev.DecodeReleased)

@@ -60,23 +60,23 @@ def test_claims_for_an_ended_handoff_are_cancelled(mode: Mode) -> None:
 def test_a_forged_claim_of_an_attempt_under_way_costs_it_nothing(world: World, mode: Mode, when: str) -> None:
     p, d = Node(world, "P"), Node(world, "D")
     ticket, other = world.ticket(p, d, mode), world.ticket(p, d, mode)
-    p.node.open_prefill(ticket)
-    d.node.announce_decode(ticket)
+    p.handoffs.open_prefill(ticket)
+    d.handoffs.announce_decode(ticket)
     world.run(0.5)
     if when == "registered":
-        d.node.open_decode(ticket, N, WHOLE, PAGES)
+        d.handoffs.open_decode(ticket, N, WHOLE, PAGES)
         world.run(0.5)
-    (session,) = d.node.sessions.servers.values()
+    (session,) = d.handoffs.sessions.servers.values()
     for forged in (msg.Announce(ticket.key, other.text), register(ticket.key, other.text, mode, FOREIGN)):
         d.channel.send(session.connection, forged)
     world.run(0.5)
-    assert p.node.stats().rejected == 2
+    assert p.handoffs.stats().rejected == 2
     assert p.sent(msg.Nack) == []
-    p.node.admit_prefill(ticket.key)
+    p.handoffs.admit_prefill(ticket.key)
     p.memory[:] = 7
     world.prefill(p, ticket)
     if when == "announced":
-        d.node.open_decode(ticket, N, WHOLE, PAGES)
+        d.handoffs.open_decode(ticket, N, WHOLE, PAGES)
     world.run(1)
     assert d.count(ev.DecodeCommitted) == 1
     page = d.memory.size // 16
@@ -91,10 +91,10 @@ def test_a_claim_that_waits_vouches_for_no_other_ticket(world: World) -> None:
     world.run(0.5)
     second = msgspec.structs.replace(first, attempt=1)
     second = SignedTicket.of(second, sign_ticket(b"k", second))
-    d.node.announce_decode(second)
+    d.handoffs.announce_decode(second)
     world.run(0.5)
-    assert p.node.routing.registrations.holding
-    (session,) = d.node.sessions.servers.values()
+    assert p.handoffs.routing.registrations.holding
+    (session,) = d.handoffs.sessions.servers.values()
     d.channel.send(session.connection, register(second.key, first.text, "push"))
     world.run(0.2)
     assert d.failures() == ["superseded", "register_refused"]
@@ -109,11 +109,11 @@ def test_two_tickets_for_one_attempt_end_it(world: World, first: str) -> None:
     twin = SignedTicket.of(twin, sign_ticket(b"k", twin))
     assert twin.key == ticket.key
     if first == "P":
-        p.node.open_prefill(ticket)
-    d.node.open_decode(twin, N, WHOLE, PAGES)
+        p.handoffs.open_prefill(ticket)
+    d.handoffs.open_decode(twin, N, WHOLE, PAGES)
     world.run(0.5)
     if first == "D":
-        p.node.open_prefill(ticket)
+        p.handoffs.open_prefill(ticket)
     world.prefill(p, ticket)
     world.run(1)
     assert d.failures() == ["register_refused"]

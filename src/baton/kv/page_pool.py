@@ -109,7 +109,7 @@ class PagePool:
                 self._refs[page] = self._refs.get(page, 0) + 1
 
     def release(self, pages: Iterable[int], quarantine: bool = False) -> None:
-        """Null pages are skipped. With `quarantine`, pages without references stay out of use until `leave_quarantine`."""
+        """Skips null pages. With `quarantine`, pages without references stay out of use until `leave_quarantine`."""
         free: list[int] = []
         # Tail first, so that the last page of a chain is evicted before the pages that lead to it.
         for page in reversed(list(pages)):

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class OpenAIService:
-    """`errors.to_api_error` maps all its errors."""
+    """`http.api_errors.to_api_error` maps all its errors."""
 
     def __init__(
         self,

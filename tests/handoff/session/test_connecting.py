@@ -56,7 +56,7 @@ def test_a_handoff_waits_for_its_connection_and_no_lease_ends_meanwhile(world: W
     world.prefill(p, ticket)
     world.run(2 * TIMERS.lease)
     assert transport.waiting
-    assert p.node.stats().lost_leases == d.node.stats().lost_leases == 0
+    assert p.handoffs.stats().lost_leases == d.handoffs.stats().lost_leases == 0
     assert d.events == p.events == []
     transport.answer()
     world.run(3)
@@ -70,8 +70,8 @@ def test_a_claim_that_came_in_time_does_not_expire_while_it_waits(world: World, 
     to_d.hangs.add(d.descriptor)
     ticket = world.ticket(p, d, "push", life=2)
     if opened:
-        p.node.open_prefill(ticket)
-    d.node.open_decode(ticket, 8, {"target": Interval(0, 8)}, {"target": [3, 4]})
+        p.handoffs.open_prefill(ticket)
+    d.handoffs.open_decode(ticket, 8, {"target": Interval(0, 8)}, {"target": [3, 4]})
     world.run(1.5)
     if opened:
         world.prefill(p, ticket)
@@ -84,7 +84,7 @@ def test_a_claim_that_came_in_time_does_not_expire_while_it_waits(world: World, 
     else:
         assert d.failures() == ["handoff_timeout"]
     assert world.settled()
-    assert not p.node.routing.registrations.holding
+    assert not p.handoffs.routing.registrations.holding
 
 
 @pytest.mark.parametrize("slow", ["P", "D"])

@@ -33,10 +33,10 @@ def test_sessions_outlive_their_lease_while_both_live(world: World) -> None:
     p, d = Node(world, "P"), Node(world, "D")
     world.hand_over(p, d)
     world.run(60)
-    assert p.node.stats().sessions == d.node.stats().sessions == 1
-    assert p.node.stats().lost_leases == d.node.stats().lost_leases == 0
+    assert p.handoffs.stats().sessions == d.handoffs.stats().sessions == 1
+    assert p.handoffs.stats().lost_leases == d.handoffs.stats().lost_leases == 0
     assert len(d.sent(Hello)) == 2, "one with the challenge and one with the proof, and none in an open session"
-    sessions = [*p.node.sessions.clients.values(), *d.node.sessions.servers.values()]
+    sessions = [*p.handoffs.sessions.clients.values(), *d.handoffs.sessions.servers.values()]
     assert all(session.round_trip is not None and 0 < session.round_trip <= 3 * STEP for session in sessions)
 
 
@@ -46,13 +46,13 @@ def test_a_session_that_nothing_needs_ends_and_another_begins_when_needed(world:
     world.hand_over(p, d, mode)
     world.hand_over(other, d, mode)
     world.run(90)
-    assert d.node.stats().sessions == 2, "a ticket has not expired, so an attempt is remembered"
+    assert d.handoffs.stats().sessions == 2, "a ticket has not expired, so an attempt is remembered"
     world.begin(other, d, mode)
     world.run(60)
-    assert (p.node.stats().sessions, other.node.stats().sessions, d.node.stats().sessions) == (0, 1, 1)
+    assert (p.handoffs.stats().sessions, other.handoffs.stats().sessions, d.handoffs.stats().sessions) == (0, 1, 1)
     assert (len(peers_of(p.transport)), len(peers_of(d.transport))) == (0, 1)
     world.hand_over(p, d, mode)
-    assert sum(node.node.stats().lost_leases for node in (p, d, other)) == 0
+    assert sum(node.handoffs.stats().lost_leases for node in (p, d, other)) == 0
 
 
 def test_a_silent_prefill_engine_costs_its_lease_and_frees_nothing_it_may_write(world: World) -> None:
@@ -67,7 +67,7 @@ def test_a_silent_prefill_engine_costs_its_lease_and_frees_nothing_it_may_write(
     ]
     world.run(30)
     assert d.count(DecodeReleased) == 0
-    assert d.node.stats().quarantined == 1
+    assert d.handoffs.stats().quarantined == 1
     p.paused = False
     world.run(3)
     assert d.count(DecodeReleased) == 1
@@ -81,25 +81,25 @@ def test_hello_said_again_keeps_nobody_alive(world: World) -> None:
     p, d = Node(world, "P"), Node(world, "D")
     world.begin(p, d, "push")
     p.paused = True
-    (session,) = d.node.sessions.servers.values()
+    (session,) = d.handoffs.sessions.servers.values()
     assert session.hello is not None
     for _ in range(round(TIMERS.lease) + 2):
         world.run(1)
-        d.node.on_message(session.connection, session.hello)
+        d.handoffs.on_message(session.connection, session.hello)
     assert d.failures() == ["lease_expired"]
 
 
 def test_a_silent_decode_engine_costs_its_lease_and_frees_nothing_it_may_read(world: World) -> None:
     p, d = Node(world, "P"), Node(world, "D")
     ticket = world.ticket(p, d, "pull")
-    p.node.open_prefill(ticket)
+    p.handoffs.open_prefill(ticket)
     world.prefill(p, ticket)
-    d.node.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]})
+    d.handoffs.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]})
     world.run(0.1)
     d.paused = True
     world.run(TIMERS.lease + 30)
-    assert p.node.stats().lost_leases == 1
-    assert p.node.stats().quarantined == 1
+    assert p.handoffs.stats().lost_leases == 1
+    assert p.handoffs.stats().quarantined == 1
     assert p.events == []
     d.paused = False
     world.run(3)
@@ -107,7 +107,7 @@ def test_a_silent_decode_engine_costs_its_lease_and_frees_nothing_it_may_read(wo
     assert d.count(DecodeCommitted) + d.count(DecodeReleased) == 1
     assert world.settled()
     # This process slept: the other's silence does not count.
-    assert d.node.stats().lost_leases == 0
+    assert d.handoffs.stats().lost_leases == 0
     world.hand_over(p, d, "pull")
 
 
@@ -118,7 +118,7 @@ def test_the_memory_of_a_silent_peer_is_let_go_when_nothing_needs_it(world: Worl
     p.paused = True
     world.run(TIMERS.lease + 2)
     assert peers_of(d.transport) == []
-    assert d.node.stats().sessions == 0
+    assert d.handoffs.stats().sessions == 0
     p.paused, d.paused = False, True
     world.run(TIMERS.lease + 2)
     assert peers_of(p.transport) == []
@@ -154,7 +154,7 @@ def test_a_restarted_decode_engine_is_met_again(world: World, mode: str) -> None
 def test_an_engine_that_never_answers_is_given_up_within_the_lease(world: World) -> None:
     p, d = Node(world, "P"), Node(world, "D")
     p.paused = True
-    d.node.open_decode(world.ticket(p, d, "push"), N, {"target": Interval(0, N)}, {"target": [3, 4]})
+    d.handoffs.open_decode(world.ticket(p, d, "push"), N, {"target": Interval(0, N)}, {"target": [3, 4]})
     world.run(TIMERS.lease - 1)
     assert d.events == []
     world.run(2)
@@ -162,37 +162,37 @@ def test_an_engine_that_never_answers_is_given_up_within_the_lease(world: World)
     # No REGISTER was ever sent, so nothing can write the pages.
     assert d.count(DecodeReleased) == 1
     # P may hold pages for it, and is told as soon as possible; after the ticket has expired D stops dialling.
-    assert len(d.node.sessions.servers) == 1
+    assert len(d.handoffs.sessions.servers) == 1
     world.run(100)
-    assert d.node.sessions.servers == {}
+    assert d.handoffs.sessions.servers == {}
 
 
 def test_half_a_handshake_keeps_nobody_alive(world: World) -> None:
     """The dead engine's answer is repeated, or each of its successors dies before the session begins."""
     p, d = Node(world, "P"), Node(world, "D")
-    d.node.open_decode(world.ticket(p, d, "push"), N, {"target": Interval(0, N)}, {"target": [3, 4]})
+    d.handoffs.open_decode(world.ticket(p, d, "push"), N, {"target": Interval(0, N)}, {"target": [3, 4]})
     while not p.sent(Hello):
         world.run(STEP)
     p.paused = True
     (answer,) = [message for _, message in p.channel.sent if isinstance(message, Hello)]
-    (session,) = d.node.sessions.servers.values()
+    (session,) = d.handoffs.sessions.servers.values()
     for _ in range(round(TIMERS.lease) + 2):
-        d.node.on_message(session.connection, answer)
+        d.handoffs.on_message(session.connection, answer)
         world.run(1)
         assert session.hello is None
     assert d.failures() == ["unreachable_peer"]
-    assert d.node.stats().rejected == 0
+    assert d.handoffs.stats().rejected == 0
 
 
 def test_an_engine_that_comes_late_hears_that_the_attempt_is_over(world: World) -> None:
     p, d = Node(world, "P"), Node(world, "D")
     p.paused = True
     ticket = world.ticket(p, d, "push")
-    d.node.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]})
+    d.handoffs.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]})
     world.run(TIMERS.lease + 1)
     p.paused = False
     world.run(TIMERS.lease + 1)
-    p.node.open_prefill(ticket)
+    p.handoffs.open_prefill(ticket)
     assert p.events == [PrefillReleased(ticket.key, "unreachable_peer")]
 
 
@@ -203,7 +203,7 @@ def test_an_address_that_cannot_be_dialled_ends_the_attempt(world: World) -> Non
         raise ProtocolError(f"cannot dial {address}")
 
     d.channel.dial = refuse  # type: ignore[method-assign]
-    d.node.open_decode(world.ticket(p, d, "push"), N, {"target": Interval(0, N)}, {"target": [3, 4]})
+    d.handoffs.open_decode(world.ticket(p, d, "push"), N, {"target": Interval(0, N)}, {"target": [3, 4]})
     assert d.failures() == ["unreachable_peer"]
     assert d.count(DecodeReleased) == 1
 
@@ -241,18 +241,18 @@ def test_a_heartbeat_needs_a_session(world: World) -> None:
     d.channel.send(stranger, Renew(5.0, 1))
     world.run(0.2)
     assert p.sent(Renew) == []
-    assert p.node.stats().sessions == 0
+    assert p.handoffs.stats().sessions == 0
 
 
 def test_a_forgotten_attempt_is_quiet(world: World) -> None:
     """P asks about an attempt that D has forgotten: D has no read of it, and must say so."""
     p, d = Node(world, "P", replace(TIMERS, handoff=20.0)), Node(world, "D")
     ticket = world.ticket(p, d, "pull", life=20)
-    p.node.open_prefill(ticket)
-    d.node.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]})
+    p.handoffs.open_prefill(ticket)
+    d.handoffs.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]})
     world.run(0.5)
     # As if D's last message was lost, and D forgot the attempt with the ticket.
-    d.node.runner.decodes.live.clear()
+    d.handoffs.runner.decodes.live.clear()
     world.prefill(p, ticket)
     world.run(15)
     assert p.events == []
@@ -264,13 +264,13 @@ def test_a_forgotten_attempt_is_quiet(world: World) -> None:
 def test_a_prefill_engine_that_sleeps_past_the_ticket_still_hears_that_its_reader_is_done(world: World) -> None:
     p, d = Node(world, "P"), Node(world, "D")
     ticket = world.ticket(p, d, "pull", life=20)
-    p.node.open_prefill(ticket)
+    p.handoffs.open_prefill(ticket)
     world.prefill(p, ticket)
-    d.node.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]})
+    d.handoffs.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]})
     world.run(3 * STEP)
     p.paused = True
     world.run(60)
-    assert d.node.stats().outstanding == 0
+    assert d.handoffs.stats().outstanding == 0
     p.paused = False
     world.run(10)
     assert p.count(PrefillReleased) == 1
@@ -280,14 +280,14 @@ def test_a_prefill_engine_that_sleeps_past_the_ticket_still_hears_that_its_reade
 def test_a_successor_cannot_say_that_the_dead_are_quiet(world: World) -> None:
     p, d = Node(world, "P"), Node(world, "D")
     ticket = world.begin(p, d, "push")
-    attempt = d.node.runner.decodes.live[ticket.key]
+    attempt = d.handoffs.runner.decodes.live[ticket.key]
     # As with a network adapter that keeps writing for a dead process.
     attempt.peer.is_fenced = lambda: False  # type: ignore[union-attr]
     p.die()
     again = Node(world, "P", incarnation="2")
     world.run(2)
     assert d.failures() == ["peer_lost"]
-    again.node.sessions.say_bye("engine_closed", quiet=True)
+    again.handoffs.sessions.say_bye("engine_closed", quiet=True)
     world.run(1)
     assert d.count(DecodeReleased) == 0
     attempt.peer.is_fenced = lambda: True  # type: ignore[union-attr]
@@ -301,12 +301,12 @@ def test_pages_with_an_unknown_copy_stay_until_the_fence(world: World, mode: str
     ticket = world.begin(p, d, mode)
     world.prefill(p, ticket)
     world.run(0.5)
-    issuer.node.abort(ticket.key, "gone")
+    issuer.handoffs.abort(ticket.key, "gone")
     world.run(60)
     for node in (p, d):
         assert node.count(PrefillReleased) + node.count(DecodeReleased) == 0
-        assert node.node.stats().quarantined == 1
-    assert issuer.node.stats().unknown == 1
+        assert node.handoffs.stats().quarantined == 1
+    assert issuer.handoffs.stats().unknown == 1
     assert isinstance(issuer.transport, StuckTransport)
     issuer.transport.hold = True
     other.die()
@@ -318,19 +318,19 @@ def test_pages_with_an_unknown_copy_stay_until_the_fence(world: World, mode: str
             operation.end("the connection is closed")
         world.run(1)
     assert issuer.count(PrefillReleased) + issuer.count(DecodeReleased) == 1
-    stats = issuer.node.stats()
+    stats = issuer.handoffs.stats()
     assert stats.unknown == stats.quarantined == stats.outstanding == 0
 
 
 def test_an_attempt_without_a_session_does_not_spin(world: World) -> None:
     p, d = Node(world, "P"), Node(world, "D")
     p.paused = True
-    p.node.open_prefill(world.ticket(p, d, "push"))
-    d.node.open_decode(world.ticket(p, d, "push"), N, {"target": Interval(0, N)}, {"target": [3, 4]})
+    p.handoffs.open_prefill(world.ticket(p, d, "push"))
+    d.handoffs.open_decode(world.ticket(p, d, "push"), N, {"target": Interval(0, N)}, {"target": [3, 4]})
     for node in (p, d):
         waits = []
         for _ in range(5):
-            waits.append(node.node.run_timers())
+            waits.append(node.handoffs.run_timers())
             world.clock.now += waits[-1]
         assert min(waits[1:]) >= TIMERS.retry_min / 2
 
@@ -340,7 +340,7 @@ def test_a_fence_closes_the_connection_which_ends_own_reads(world: World) -> Non
     ticket = world.begin(p, d, "pull")
     world.prefill(p, ticket)
     world.run(0.5)
-    d.node.abort(ticket.key, "gone")
+    d.handoffs.abort(ticket.key, "gone")
     world.run(1)
     assert d.count(DecodeReleased) == 0
     p.die()
@@ -354,14 +354,14 @@ def test_every_connection_with_the_reader_must_be_fenced(world: World) -> None:
     world.prefill(p, ticket)
     world.run(0.5)
     # D finds its connection broken and opens a new session; P's end of the old one breaks later.
-    (lost,) = d.node.sessions.servers.values()
-    d.node.sessions.hang_up(lost)
-    d.node.sessions.dial(p.address, lost)
+    (lost,) = d.handoffs.sessions.servers.values()
+    d.handoffs.sessions.hang_up(lost)
+    d.handoffs.sessions.dial(p.address, lost)
     world.run(0.5)
-    attempt = p.node.runner.prefills.live[ticket.key]
+    attempt = p.handoffs.runner.prefills.live[ticket.key]
     old, new = attempt.peers
     old.is_fenced = lambda: True  # type: ignore[attr-defined]
-    p.node.abort(ticket.key, "gone")
+    p.handoffs.abort(ticket.key, "gone")
     d.paused = True
     world.run(2)
     assert p.count(PrefillReleased) == 0
@@ -374,7 +374,7 @@ def test_every_connection_with_the_reader_must_be_fenced(world: World) -> None:
 def test_a_broken_connection_to_a_living_process_is_made_anew(world: World) -> None:
     p, d = Node(world, "P"), Node(world, "D")
     ticket = world.begin(p, d, "push")
-    (session,) = d.node.sessions.servers.values()
+    (session,) = d.handoffs.sessions.servers.values()
     session.peer.is_alive = lambda: False  # type: ignore[union-attr]
     world.run(2)
     assert d.failures() == ["peer_lost"]
@@ -399,12 +399,12 @@ def test_copies_go_on_only_where_the_peer_asked_for_them(world: World) -> None:
     send = d.channel.send
     lost = (Cancel, Cancelled)
     d.channel.send = lambda c, m: None if isinstance(m, lost) else send(c, m)  # type: ignore[method-assign]
-    (session,) = d.node.sessions.servers.values()
+    (session,) = d.handoffs.sessions.servers.values()
     session.peer.is_alive = lambda: False  # type: ignore[union-attr]
     session.peer.is_fenced = lambda: True  # type: ignore[union-attr]
     world.run(2)
     assert d.count(DecodeReleased) == 1
-    attempt = p.node.runner.prefills.live[ticket.key]
+    attempt = p.handoffs.runner.prefills.live[ticket.key]
     old, new = attempt.peers
     world.prefill(p, ticket)
     world.run(0.5)
@@ -416,19 +416,19 @@ def test_a_fence_is_not_taken_for_the_death_of_the_process(world: World) -> None
     """D's end of the connection is closed, its last message and all answers are lost, and it forgets the attempt."""
     p, d = Node(world, "P"), Node(world, "D", stuck=True)
     ticket = world.ticket(p, d, "pull", life=4)
-    p.node.open_prefill(ticket)
-    d.node.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]})
+    p.handoffs.open_prefill(ticket)
+    d.handoffs.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]})
     world.prefill(p, ticket)
     world.run(0.5)
     to_p, to_d = d.channel.send, p.channel.send
     d.channel.send = lambda c, m: None if isinstance(m, Cancelled) else to_p(c, m)  # type: ignore[method-assign]
     p.channel.send = lambda c, m: None  # type: ignore[method-assign]
-    (session,) = d.node.sessions.servers.values()
+    (session,) = d.handoffs.sessions.servers.values()
     session.peer.is_alive = lambda: False  # type: ignore[union-attr]
     session.peer.is_fenced = lambda: True  # type: ignore[union-attr]
     world.run(70)
     assert d.count(DecodeReleased) == 1
-    assert not d.node.runner.decodes.ended
+    assert not d.handoffs.runner.decodes.ended
     assert p.count(PrefillReleased) == 0
     d.channel.send, p.channel.send = to_p, to_d  # type: ignore[method-assign]
     world.run(3)
@@ -440,11 +440,11 @@ def test_a_process_that_is_proven_dead_is_not_called_again(world: World) -> None
     """Each connection attempt costs descriptors, for as long as its attempts could have lived."""
     p, d = Node(world, "P"), Node(world, "D")
     world.begin(p, d, "push")
-    (session,) = d.node.sessions.servers.values()
+    (session,) = d.handoffs.sessions.servers.values()
     for what in ("is_fenced", "is_dead"):
         setattr(session.peer, what, lambda: True)
     session.peer.is_alive = lambda: False  # type: ignore[union-attr]
     world.run(2)
     assert d.failures() == ["peer_lost"]
     assert d.count(DecodeReleased) == 1
-    assert not d.node.sessions.servers
+    assert not d.handoffs.sessions.servers

@@ -84,7 +84,7 @@ def test_a_handoff_in_chunks_brings_what_forward_and_proposer_wrote(tmp_path: Pa
             assert not cache[[0, 2, 4, 5, 7]].any()  # nothing in other blocks
     # Each byte is sent once, by one of the ranks that hold it.
     wanted = sum(cache[:, :, 0].numel() for worker in d.workers for cache in worker.caches.values()) // 8 * NUM * 4
-    assert sum(worker.half.worker.counts["bytes"] for worker in d.workers) == wanted
+    assert sum(worker.connector.worker.counts["bytes"] for worker in d.workers) == wanted
 
 
 def test_a_leg_that_is_preempted_before_its_end_fails(tmp_path: Path, engines: Engines) -> None:

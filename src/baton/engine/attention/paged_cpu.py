@@ -44,7 +44,7 @@ class BatchAddresses:
 
 
 class PagedCpuBackend:
-    """For float32 and bfloat16. Computes in float32 without the GIL. The number of threads, torch's, changes no result."""
+    """For float32 and bfloat16. Computes in float32 without the GIL. The number of threads changes no result."""
 
     name = "paged_cpu"
     batch_invariant = True

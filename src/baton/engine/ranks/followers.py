@@ -43,7 +43,7 @@ EXIT_STATUS_LIMIT_S = 0.5
 
 
 class Followers:
-    """Ranks compute in lockstep: all answer an order before the next. If one fails, all are ended: its KV is unknown."""
+    """Ranks compute in lockstep: all answer an order before the next. If one fails, all end: its KV is unknown."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config, self._size = config, config.num_ranks
