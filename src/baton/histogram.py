@@ -27,10 +27,10 @@ class Histogram:
     @classmethod
     def sum_of(cls, many: Sequence[Histogram]) -> Histogram:
         """They must have the same bounds."""
-        found = cls(many[0]._bounds)
-        found._counts = [sum(counts) for counts in zip(*(one._counts for one in many), strict=True)]
-        found.total = sum(one.total for one in many)
-        return found
+        total = cls(many[0]._bounds)
+        total._counts = [sum(counts) for counts in zip(*(one._counts for one in many), strict=True)]
+        total.total = sum(one.total for one in many)
+        return total
 
     @property
     def count(self) -> int:

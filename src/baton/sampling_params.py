@@ -181,8 +181,8 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
         }
 
     def describe(self) -> str:
-        found = msgspec.structs.asdict(self).items()
-        return ", ".join(f"{name} {value:g}" for name, value in found if value is not None)
+        fields = msgspec.structs.asdict(self).items()
+        return ", ".join(f"{name} {value:g}" for name, value in fields if value is not None)
 
 
 NO_DEFAULTS = SamplingDefaults()

@@ -72,14 +72,14 @@ def matching(pattern: str, words: str) -> Rule:
 
 def declared_settings(kind: type) -> dict[str, DeclaredSetting]:
     hints = get_type_hints(kind, include_extras=True)
-    found: dict[str, DeclaredSetting] = {}
+    settings: dict[str, DeclaredSetting] = {}
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
         for setting in getattr(hint, "__metadata__", ()):
             if isinstance(setting, Setting):
                 default = None if field.default is dataclasses.MISSING else field.default
-                found[field.name] = DeclaredSetting(field.name, hint.__origin__, default, setting)
-    return found
+                settings[field.name] = DeclaredSetting(field.name, hint.__origin__, default, setting)
+    return settings
 
 
 def json_object(name: str, value: str | dict[str, Any] | None) -> dict[str, Any] | None:
@@ -87,11 +87,11 @@ def json_object(name: str, value: str | dict[str, Any] | None) -> dict[str, Any]
     the last."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
             keys = [key for key, _ in pairs]
             raise ConfigError(name, f"has {next(key for key in keys if keys.count(key) > 1)} twice")
-        return found
+        return fields
 
     if value is None:
         return None

@@ -274,7 +274,7 @@ async def test_a_removed_engine_is_asked_while_it_has_legs(directory: Path) -> N
         engine = await pool.add(url, "both")
         watching = asyncio.create_task(pool.watch())
         pool.remove(url)
-        await until(lambda: not pool._asking)
+        await until(lambda: not pool._checks)
 
         async def asked() -> bool:
             before = engine.answered
@@ -284,8 +284,8 @@ async def test_a_removed_engine_is_asked_while_it_has_legs(directory: Path) -> N
 
         assert not await asked()
         with engine.leg(lambda error: None):
-            await until(lambda: engine in pool._asking)
-        await until(lambda: not pool._asking)
+            await until(lambda: engine in pool._checks)
+        await until(lambda: not pool._checks)
         assert not await asked()
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)

@@ -75,7 +75,7 @@ def walk(matcher: Matcher, eos: int, seed: int, length: int = 24) -> list[int]:
     """Tokens drawn from the allowed ones, to the end of the grammar or at most `length`."""
     draw, tokens = random.Random(seed), list[int]()
     for _ in range(length):
-        matcher.move(tokens)
+        matcher.advance(tokens)
         token = draw.choice(ids_of(matcher.bits()))
         if token == eos:
             return tokens
@@ -100,7 +100,7 @@ def test_masks_after_drafts_are_those_of_a_fresh_matcher(
             rows = moved.allowed(tokens[:cut], drafts).bits
             for row, bits in enumerate(rows):
                 fresh = grammars.matcher(kind)
-                fresh.move([*tokens[:cut], *drafts[:row]])
+                fresh.advance([*tokens[:cut], *drafts[:row]])
                 assert np.array_equal(bits, fresh.bits())
                 assert max(ids_of(bits)) < tokenizer.vocab_size
             # The first draft that is not allowed ends the rows.
@@ -135,7 +135,7 @@ def test_the_end_is_allowed_where_the_grammar_may_end_alone(grammars: Grammars, 
 def test_output_that_does_not_follow_is_refused(grammars: Grammars, tokenizer: Tokenizer) -> None:
     known = tokenizer.encode("no JSON", add_special_tokens=False)
     with pytest.raises(RequestError, match="does not follow"):
-        grammars.matcher(SCHEMA).move(known)
+        grammars.matcher(SCHEMA).advance(known)
 
 
 def test_drafts_are_chosen_under_the_grammar_from_tokens_alone(grammars: Grammars, tokenizer: Tokenizer) -> None:
@@ -148,7 +148,7 @@ def test_drafts_are_chosen_under_the_grammar_from_tokens_alone(grammars: Grammar
         assert constrained.bits(0) is None
         for token in tokens[cut : cut + 2]:
             fresh = grammars.matcher(SCHEMA)
-            fresh.move(tokens[:cut])
+            fresh.advance(tokens[:cut])
             bits = constrained.bits(1)
             assert bits is not None
             assert token in ids_of(bits)

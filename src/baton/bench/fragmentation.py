@@ -62,11 +62,11 @@ def churn(pool: PagePool, load: Churn, seed: int = 0) -> list[list[int]]:
             begin = past[int(rng.integers(len(past)))]
             shared = min(int(rng.integers(1, len(begin) + 1)), length - 1)
             tokens[:shared] = begin[:shared]
-        found = pool.lookup(tokens, length - 1).pages
-        pool.share(found)
-        own = pool.allocate(length - len(found), found[-1] if found else None)
+        hit = pool.lookup(tokens, length - 1).pages
+        pool.share(hit)
+        own = pool.allocate(length - len(hit), hit[-1] if hit else None)
         fresh.append(own)
-        served.append(_Served(tokens, found + own, output))
+        served.append(_Served(tokens, hit + own, output))
     return fresh
 
 

@@ -88,13 +88,13 @@ async def run_load(
 async def spec_decode_counters(client: OpenAIClient) -> dict[str, float] | None:
     """Sums of a server's counters, by `drafts`, `draft_tokens`, `accepted` and position. None if it has no
     `/metrics`."""
-    found: dict[str, float] = {}
+    counters: dict[str, float] = {}
     with contextlib.suppress(BatonError):
         for sample in await client.samples():
             name = sample.labels.get("position") if sample.name == _PER_POSITION else _COUNTERS.get(sample.name)
             if name is not None and (sample.name != _PER_POSITION or name.isdecimal()):
-                found[name] = found.get(name, 0.0) + sample.value
-        return found
+                counters[name] = counters.get(name, 0.0) + sample.value
+        return counters
     return None
 
 

@@ -49,17 +49,17 @@ class RequestOutcome:
 
 def parse_goodput(text: str | None) -> dict[str, float]:
     """Objectives such as `ttft:200 tpot:20` (milliseconds; blanks or commas between). Raises `ConfigError`."""
-    found: dict[str, float] = {}
+    objectives: dict[str, float] = {}
     for word in (text or "").replace(",", " ").split():
         name, _, value = word.partition(":")
         if name not in OBJECTIVES:
             raise ConfigError("goodput", f"{name!r} is none of {', '.join(OBJECTIVES)}")
-        if name in found:
+        if name in objectives:
             raise ConfigError("goodput", f"{name} is given twice")
-        found[name] = _number("goodput", value)
-        if not found[name] > 0.0:
+        objectives[name] = _number("goodput", value)
+        if not objectives[name] > 0.0:
             raise ConfigError("goodput", f"{name} must be above 0 milliseconds, got {value}")
-    return found
+    return objectives
 
 
 def parse_metrics(text: str) -> tuple[str, ...]:
@@ -149,8 +149,8 @@ def _distribution(metric: str, values: Sequence[float], percentiles: Sequence[fl
     keys = [f"{name}_{metric}_ms" for name in ("mean", "median", "std", *named)]
     if not values:
         return dict.fromkeys(keys)
-    found = [np.mean(values), np.median(values), np.std(values), *np.percentile(values, list(named.values()))]
-    return {key: float(value) * 1e3 for key, value in zip(keys, found, strict=True)}
+    row = [np.mean(values), np.median(values), np.std(values), *np.percentile(values, list(named.values()))]
+    return {key: float(value) * 1e3 for key, value in zip(keys, row, strict=True)}
 
 
 def _meets(outcome: RequestOutcome, goodput_ms: Mapping[str, float]) -> bool:

@@ -72,10 +72,10 @@ def tool_command(tool: LoadTool, settings: Mapping[str, Any], defaults: Mapping[
     }
     arguments = build[tool](settings, defaults)
     beside = Path(sys.executable).parent / tool
-    found = shutil.which(tool) or (str(beside) if beside.exists() else None)
-    if found is None:
+    program = shutil.which(tool) or (str(beside) if beside.exists() else None)
+    if program is None:
         raise ConfigError("tool", f"{tool} is not installed: there is no command {tool!r}; pip install {tool}")
-    return [found, *arguments]
+    return [program, *arguments]
 
 
 def _vllm(settings: Mapping[str, Any], _: Mapping[str, Any]) -> list[str]:

@@ -52,7 +52,7 @@ class ModelledKV(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def instance(self, tensor_parallel_size: int, num_pages: int, rank: int = 0) -> Instance:
         """Ranks share the heads. With more ranks than heads, several hold the same one."""
-        found: dict[str, list[RankGeometry]] = {}
+        geometries: dict[str, list[RankGeometry]] = {}
         for region, (name, whole) in enumerate(self.groups.items()):
             for each in range(tensor_parallel_size):
                 first = each * self.num_kv_heads // tensor_parallel_size
@@ -64,8 +64,8 @@ class ModelledKV(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                     region=region,
                     first_head=first,
                 )
-                found.setdefault(name, []).append(RankGeometry(rank=each, geometry=geometry))
-        return Instance(rank=rank, groups=found, sampling=0)
+                geometries.setdefault(name, []).append(RankGeometry(rank=each, geometry=geometry))
+        return Instance(rank=rank, groups=geometries, sampling=0)
 
     def wanted(self, num_tokens: int) -> dict[str, Interval]:
         return {name: group.rules.wanted(num_tokens, 0) for name, group in self.groups.items()}

@@ -84,13 +84,13 @@ app.add_typer(bench_app, name="bench")
 
 def with_dashes(arguments: Sequence[str]) -> list[str]:
     """Underscores in flags' names become dashes, as in vLLM."""
-    found = list(arguments)
-    num_flags = found.index("--") if "--" in found else len(found)
-    for index, argument in enumerate(found[:num_flags]):
+    renamed = list(arguments)
+    num_flags = renamed.index("--") if "--" in renamed else len(renamed)
+    for index, argument in enumerate(renamed[:num_flags]):
         name, equals, value = argument.partition("=")
         if name.startswith("--"):
-            found[index] = name.replace("_", "-") + equals + value
-    return found
+            renamed[index] = name.replace("_", "-") + equals + value
+    return renamed
 
 
 def _print_error(text: str, code: str) -> None:

@@ -35,11 +35,11 @@ def doctor_command(
     from baton.doctor.diagnose import check_up, findings_of
     from baton.doctor.report import checkup_json, format_checkup
 
-    asked = [base_url(url, "url") for url in urls or ()]
+    servers = [base_url(url, "url") for url in urls or ()]
     door = None if router is None else base_url(router, "router")
-    if not asked and door is None:
+    if not servers and door is None:
         raise ConfigError("url", "name at least one server, or a router")
-    checkup = asyncio.run(check_up(list(dict.fromkeys(asked)), door, keys, timeout, api_key))
+    checkup = asyncio.run(check_up(list(dict.fromkeys(servers)), door, keys, timeout, api_key))
     findings = findings_of(checkup)
     print(json.dumps(checkup_json(checkup, findings), indent=1) if json_output else format_checkup(checkup, findings))
     if findings:

@@ -40,18 +40,18 @@ def read_file(path: str) -> dict[str, Any]:
         raise ConfigError("config", f"{path} is larger than {_MAX_BYTES} bytes")
     try:
         if file.suffix == ".toml":
-            found = msgspec.toml.decode(data)
+            values = msgspec.toml.decode(data)
         else:
             # YAML silently takes the last of two equal keys.
             for key in _keys_twice(yaml.compose(data.decode(), Loader=yaml.SafeLoader), []):
                 raise ConfigError("config", f"{path} has {key} twice")
-            found = msgspec.yaml.decode(data)
+            values = msgspec.yaml.decode(data)
     except (msgspec.MsgspecError, yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError("config", f"{path}: {' '.join(str(error).split())}") from None
-    if not isinstance(found, dict):
+    if not isinstance(values, dict):
         raise ConfigError("config", f"{path} must map names of flags to values")
     settings: dict[str, Any] = {}
-    for key, value in found.items():
+    for key, value in values.items():
         name = str(key).replace("-", "_")
         if name in settings:
             raise ConfigError("config", f"{path} has {name} twice")

@@ -64,16 +64,16 @@ class GroupedCommand(TyperCommand):
             raise named_after_source(ctx, error) from None
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        found: dict[str, list[tuple[str, str]]] = {}
+        sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             if record is not None:
                 panel = "Arguments" if parameter.param_type_name == "argument" else panel_of(str(parameter.name))
-                found.setdefault(panel, []).append(record)
+                sections.setdefault(panel, []).append(record)
         order = ["Arguments", *(panel for panel, _ in _PANELS[:1]), _ROLES, *(panel for panel, _ in _PANELS[1:])]
-        for panel in sorted(found, key=lambda one: order.index(one) if one in order else len(order)):
+        for panel in sorted(sections, key=lambda one: order.index(one) if one in order else len(order)):
             with formatter.section(panel):
-                formatter.write_dl(found[panel])
+                formatter.write_dl(sections[panel])
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         if self.epilog:

@@ -20,6 +20,6 @@ def keys_command(output: Output, engines: Engines = None) -> None:
     Run it again with more names to let engines join; delete DIR/public/NAME.pub to shut one out.
     """
     names = [name for part in engines or [] for name in part.split(",") if name]
-    made = make_keys(output, names)
-    print(f"{output}: {', '.join(made) if made else 'no new engine'}")
+    created = make_keys(output, names)
+    print(f"{output}: {', '.join(created) if created else 'no new engine'}")
     print("Give it to engines and router with --keys; an engine's host needs no secret but its own.")

@@ -37,7 +37,7 @@ class _Text(logging.Formatter):
 
 class _Json(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        found: dict[str, object] = {
+        fields: dict[str, object] = {
             "time": _time_of(record),
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -45,8 +45,8 @@ class _Json(logging.Formatter):
             **getattr(record, "fields", {}),
         }
         if record.exc_info:
-            found["exception"] = self.formatException(record.exc_info)
-        return json.dumps(found, ensure_ascii=False, default=str)
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, ensure_ascii=False, default=str)
 
 
 class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]

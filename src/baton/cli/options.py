@@ -74,8 +74,8 @@ class EngineOptions(ServingSettings):
 
     def located(self, config: EngineConfig) -> EngineOptions:
         """Options for child processes, with the directories in `config` for hub names."""
-        found = {"served_model_name": config.served_model_name, "speculative_config": config.speculative_config}
-        return dataclasses.replace(self, revision=None, **found)  # type: ignore[arg-type]
+        changes = {"served_model_name": config.served_model_name, "speculative_config": config.speculative_config}
+        return dataclasses.replace(self, revision=None, **changes)  # type: ignore[arg-type]
 
 
 def to_flags(settings: StepSettings) -> list[str]:
@@ -270,16 +270,16 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def _parameters(group: type) -> list[inspect.Parameter]:
     hints, settings = get_type_hints(group, include_extras=True), declared_settings(group)
-    found = []
+    parameters = []
     for field in dataclasses.fields(group):
         annotation, default = hints[field.name], field.default
         if field.name in settings:
             one = settings[field.name]
             annotation, default = _option(one), one.default
-        found.append(
+        parameters.append(
             inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
         )
-    return found
+    return parameters
 
 
 def _option(one: DeclaredSetting) -> Any:

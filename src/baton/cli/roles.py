@@ -39,10 +39,10 @@ class RoleOptions:
 
     def flags(self) -> dict[str, list[str]]:
         """Flags by role. Raises `ConfigError`."""
-        found: dict[str, list[str]] = {}
+        flags: dict[str, list[str]] = {}
         for role in ("prefill", "decode"):
             size, ranks = getattr(self, f"{role}_block_size"), getattr(self, f"{role}_tensor_parallel_size")
-            own = found.setdefault(role, [])
+            own = flags.setdefault(role, [])
             if size is not None:
                 block_sizes(size, f"{role}_block_size")
                 own += ["--block-size", size]
@@ -52,7 +52,7 @@ class RoleOptions:
                 if ranks not in RANKS:
                     raise ConfigError(f"{role}_tensor_parallel_size", f"must be one of {RANKS}, got {ranks}")
                 own += ["--tensor-parallel-size", str(ranks)]
-        return found
+        return flags
 
     def named(self, role: str, error: ConfigError) -> ConfigError:
         """An engine's error, named after the role's own option if that was given."""

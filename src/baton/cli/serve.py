@@ -220,8 +220,8 @@ def _banner(config: EngineConfig, engines: Mapping[str, str], url: str | None) -
     if spec is not None:
         source = spec.model or "no checkpoint of its own"
         lines["drafter"] = f"{spec.method} ({source}), {_drafts(spec)} a round"
-    if told := config.sampling_defaults().describe():
-        lines["sampling"] = f"{told}, where a request does not say"
+    if defaults := config.sampling_defaults().describe():
+        lines["sampling"] = f"{defaults}, where a request does not say"
     if url is not None:
         ask = {"model": name, "temperature": 0, "max_tokens": 128, "messages": [{"role": "user", "content": _QUESTION}]}
         body = json.dumps(ask)

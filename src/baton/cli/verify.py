@@ -143,10 +143,10 @@ class _Candidate:
             if not self.running:
                 _print_status(f"{mode}: starting {side.prefill} prefill and {side.decode} decode engines")
                 self.running.append(self.undo.enter_context(side.start()))
-            found = side.answers(self.running[0], self.cases, mode)
+            answers = side.answers(self.running[0], self.cases, mode)
             if side.hands_back:
-                _print_status(f"{mode}: {found.num_handed_back} prefixes were handed back")
-            return found
+                _print_status(f"{mode}: {answers.num_handed_back} prefixes were handed back")
+            return answers
         _print_status(f"{mode}: one engine in this process")
         settings = _without_drafter(self.settings) if mode == "single-nospec" else self.settings
         return EngineSide(settings).answers(self.cases)
@@ -247,11 +247,11 @@ def _print_reports(
 ) -> bool:
     reports = []
     for mode in modes:
-        found = ask(mode)
+        answers = ask(mode)
         report = compare_answers(
-            mode, cases, expected.observed, found.observed, bounds.logprob_tolerance, bounds.near_tie
+            mode, cases, expected.observed, answers.observed, bounds.logprob_tolerance, bounds.near_tie
         )
-        report.check = bounds.check(expected, found)
+        report.check = bounds.check(expected, answers)
         reports.append(report)
     print(json.dumps([report_json(r) for r in reports], indent=1) if json_output else format_reports(reports))
     return all(report.passed for report in reports)

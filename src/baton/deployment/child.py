@@ -33,15 +33,15 @@ def read_reports(pipe: int, pending: bytes) -> tuple[list[dict[str, Any]] | None
 
 def read_rest(pipe: int, pending: bytes) -> list[dict[str, Any]]:
     """Read the reports of a child that has ended. Does not wait for a process that still holds the pipe."""
-    found: list[dict[str, Any]] = []
+    parsed: list[dict[str, Any]] = []
     os.set_blocking(pipe, False)
     with contextlib.suppress(BlockingIOError):
         while True:
             reports, pending = read_reports(pipe, pending)
             if reports is None:
                 break
-            found += reports
-    return found
+            parsed += reports
+    return parsed
 
 
 class Reporter:

@@ -39,9 +39,9 @@ def read_line(line: str) -> LogLine:
     """Parse either format of `cli.logs`."""
     if line.startswith("{"):
         with contextlib.suppress(ValueError, KeyError, AttributeError):
-            found = json.loads(line)
-            level, time = found.pop("level").upper(), found.pop("time").removesuffix("Z")
-            return LogLine(found.pop("message"), level, found.pop("logger"), time, found)
+            fields = json.loads(line)
+            level, time = fields.pop("level").upper(), fields.pop("time").removesuffix("Z")
+            return LogLine(fields.pop("message"), level, fields.pop("logger"), time, fields)
     if match := _LINE.fullmatch(line):
         return LogLine(match[4], match[2], match[3], match[1])
     return LogLine(line)

@@ -68,10 +68,10 @@ async def ask_server(url: str, timeout_s: float, api_key: str | None = None) -> 
     """Never raises a Baton error: a failure is the result's `problem`."""
     async with _connected(url, timeout_s, api_key) as client:
         try:
-            found = await _ask(client, client.url)
-            if isinstance(found, RouterFacts):
-                return found
-            return await _dialled(dataclasses.replace(found, url=url), timeout_s)
+            server = await _ask(client, client.url)
+            if isinstance(server, RouterFacts):
+                return server
+            return await _dialled(dataclasses.replace(server, url=url), timeout_s)
         except BatonError as error:
             return Server(url=url, problem=_problem(error))
 
@@ -129,9 +129,9 @@ async def _ask(client: OpenAIClient, url: str) -> Server | RouterFacts:
 
 
 async def _identify(client: OpenAIClient) -> tuple[EngineInfo, Reading]:
-    asked = time.monotonic()
+    began = time.monotonic()
     info = await _get(client, "/inference/v1/info", EngineInfo)
-    return info, Reading.of(asked, info.clock)
+    return info, Reading.of(began, info.clock)
 
 
 async def _ask_baton(client: OpenAIClient) -> Server:
@@ -165,21 +165,21 @@ async def _ask_baton(client: OpenAIClient) -> Server:
 
 
 async def _ask_sglang(client: OpenAIClient, model: Model) -> Server:
-    told: dict[str, Any] = {}
+    info: dict[str, Any] = {}
     for path in ("/server_info", "/get_server_info"):
         with contextlib.suppress(_MissingError):
-            told = await _get(client, path, dict[str, Any])
+            info = await _get(client, path, dict[str, Any])
             break
     return Server(
         url=client.url,
         kind="sglang",
-        version=None if told.get("version") is None else printable_line(str(told["version"])),
+        version=None if info.get("version") is None else printable_line(str(info["version"])),
         model=model.id,
         max_model_len=model.max_model_len,
-        roles=_MODES.get(str(told.get("disaggregation_mode", "null")), ()),
-        connector=str(told.get("disaggregation_transfer_backend")),
-        settings={name: printable_line(str(told[name])) for name in _SGLANG if name in told},
-        page_size=None if told.get("page_size") is None else printable_line(str(told["page_size"])),
+        roles=_MODES.get(str(info.get("disaggregation_mode", "null")), ()),
+        connector=str(info.get("disaggregation_transfer_backend")),
+        settings={name: printable_line(str(info[name])) for name in _SGLANG if name in info},
+        page_size=None if info.get("page_size") is None else printable_line(str(info["page_size"])),
     )
 
 
@@ -195,8 +195,8 @@ async def _dialled(server: Server, timeout_s: float) -> Server:
         writer.close()
         return None
 
-    found = await asyncio.gather(*(dial(*address) for address in dialled_addresses(server)))
-    return dataclasses.replace(server, unreached=tuple(one for one in found if one))
+    errors = await asyncio.gather(*(dial(*address) for address in dialled_addresses(server)))
+    return dataclasses.replace(server, unreached=tuple(one for one in errors if one))
 
 
 async def _version(client: OpenAIClient) -> str | None:

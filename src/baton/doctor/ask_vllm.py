@@ -52,13 +52,13 @@ async def ask_vllm(client: OpenAIClient, model: Model) -> Server:
         roles = tuple(role for role in BOTH if role in identity.roles)
     else:
         roles = _KV_ROLES.get(str(transfer.get("kv_role")), BOTH)
-    told = None if version is None else str(version.get("version"))
+    reported = None if version is None else str(version.get("version"))
     settings = {
         "served_model_name": model.id,
         "max_model_len": None if model.max_model_len is None else str(model.max_model_len),
         "cache_dtype": cache.get("cache_dtype"),
         "block_size": cache.get("block_size"),
-        "version": told,
+        "version": reported,
         **_told_settings(info, transfer),
     }
     not_reported = [] if info is not None else [_NOT_REPORTED]
@@ -80,7 +80,7 @@ async def ask_vllm(client: OpenAIClient, model: Model) -> Server:
     return Server(
         url=client.url,
         kind="vllm",
-        version=None if told is None else printable_line(told),
+        version=None if reported is None else printable_line(reported),
         model=model.id,
         max_model_len=model.max_model_len,
         identity=identity or _side_channel(info, client.url, nixl),
@@ -101,29 +101,29 @@ async def ask_identity(client: OpenAIClient, model: Model) -> tuple[VllmIdentity
     """Ask by a greedy completion of one token, as routers do; other connectors ignore its parameters."""
     params = {BATON_PARAM: msgspec.to_builtins(LegParams(role="identify"))}
     body = {"model": model.id, "prompt": [0], "max_tokens": 1, "temperature": 0, "kv_transfer_params": params}
-    asked = time.monotonic()
-    found = (await client.complete(body)).kv_transfer_params or {}
-    if BATON_PARAM not in found:
+    began = time.monotonic()
+    answered = (await client.complete(body)).kv_transfer_params or {}
+    if BATON_PARAM not in answered:
         return None, None
     try:
-        identity = msgspec.convert(found[BATON_PARAM], VllmIdentity)
+        identity = msgspec.convert(answered[BATON_PARAM], VllmIdentity)
     except msgspec.ValidationError as error:
         raise ProtocolError(f"{client.url}: its BatonConnector's identity is malformed: {error}") from None
-    return identity, Reading.of(asked, identity.clock)
+    return identity, Reading.of(began, identity.clock)
 
 
 def _told_settings(info: Mapping[str, Any] | None, transfer: Mapping[str, Any]) -> dict[str, str | None]:
     config, env = _dict(info, "vllm_config"), _dict(info, "vllm_env")
     model, spec = _dict(config, "model_config"), _dict(config, "speculative_config")
     extra = _dict(transfer, "kv_connector_extra_config")
-    told: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "dtype": model.get("dtype"),
         "quantization": model.get("quantization"),
         "kv_cache_layout": env.get("VLLM_KV_CACHE_LAYOUT"),
         "speculative_config.method": spec.get("method"),
         "nixl_backends": None if not transfer else sorted(extra.get("backends") or ["UCX"]),
     }
-    return {name: None if value is None else str(value) for name, value in told.items()}
+    return {name: None if value is None else str(value) for name, value in settings.items()}
 
 
 def _side_channel(info: Mapping[str, Any] | None, url: str, nixl: bool) -> EngineIdentity | None:
@@ -162,5 +162,5 @@ async def _json(client: OpenAIClient, path: str) -> dict[str, Any] | None:
 
 
 def _dict(of: Mapping[str, Any] | None, name: str) -> Mapping[str, Any]:
-    found = None if of is None else of.get(name)
-    return found if isinstance(found, dict) else {}
+    value = None if of is None else of.get(name)
+    return value if isinstance(value, dict) else {}

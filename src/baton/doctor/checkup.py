@@ -109,8 +109,8 @@ def host_and_port(address: str) -> tuple[str, int] | None:
 
 def is_local_address(address: str) -> bool:
     """Whether a control address can only be dialled on its own host."""
-    found = host_and_port(address)
-    return address.startswith("ipc://") if found is None else is_loopback(found[0])
+    parts = host_and_port(address)
+    return address.startswith("ipc://") if parts is None else is_loopback(parts[0])
 
 
 def same_host(one: Server, other: Server) -> bool:

@@ -32,11 +32,13 @@ async def check_up(
     """Ask the servers at base URLs, and a router with its engines, which may be among `urls` too. A handoff is tried
     if the router has engines of both roles."""
     began = time.monotonic()
-    found = await asyncio.gather(*(ask_server(url, timeout_s, api_key) for url in [*urls, *filter(None, [router_url])]))
-    routers = [one for one in found if isinstance(one, RouterFacts)]
-    servers = [one for one in found if isinstance(one, Server)]
+    answers = await asyncio.gather(
+        *(ask_server(url, timeout_s, api_key) for url in [*urls, *filter(None, [router_url])])
+    )
+    routers = [one for one in answers if isinstance(one, RouterFacts)]
+    servers = [one for one in answers if isinstance(one, Server)]
     router = routers[0] if routers else None
-    if router_url is not None and not isinstance(found[-1], RouterFacts):
+    if router_url is not None and not isinstance(answers[-1], RouterFacts):
         last = servers.pop()
         why = Problem("not_a_router", f"a {last.kind} server answers") if last.problem is None else last.problem
         router = RouterFacts(url=router_url, problem=why)
@@ -44,8 +46,8 @@ async def check_up(
         known = {server.url for server in servers}
         ids = {server.identity.engine_id for server in servers if server.identity is not None}
         more = [engine.url for engine in router.engines if engine.url not in known and engine.engine_id not in ids]
-        asked = await asyncio.gather(*(ask_server(url, timeout_s, api_key) for url in more))
-        servers += [one for one in asked if isinstance(one, Server)]
+        others = await asyncio.gather(*(ask_server(url, timeout_s, api_key) for url in more))
+        servers += [one for one in others if isinstance(one, Server)]
     trial = await _trial(router, servers, timeout_s, api_key)
     await asyncio.sleep(max(0.0, clock_s - (time.monotonic() - began)))
     servers = list(await asyncio.gather(*(_read_again(server, timeout_s, api_key) for server in servers)))
@@ -59,14 +61,14 @@ async def check_up(
 
 
 def findings_of(checkup: Checkup) -> list[Finding]:
-    found = [
+    findings = [
         *check_servers(checkup.servers),
         *check_pairs(checkup.servers),
         *checkup.key_findings,
         *check_host(checkup),
         *check_router(checkup),
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(findings))
 
 
 async def _trial(

@@ -23,8 +23,8 @@ def read_host() -> Host:
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     size, free = None, 0
     if _SHM.is_dir():
-        found = os.statvfs(_SHM)
-        size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+        stats = os.statvfs(_SHM)
+        size, free = stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return Host(
         memlock=None if memlock == resource.RLIM_INFINITY else memlock,
@@ -38,10 +38,10 @@ def read_host() -> Host:
 def check_host(checkup: Checkup) -> Iterator[Finding]:
     """Findings for servers that run here. Pure."""
     host = checkup.host
-    here = [server for server in checkup.servers if server.problem is None and server.is_here()]
-    if host is None or not (here or (checkup.router is not None and checkup.router.is_here)):
+    local = [server for server in checkup.servers if server.problem is None and server.is_here()]
+    if host is None or not (local or (checkup.router is not None and checkup.router.is_here)):
         return
-    if host.rdma and host.memlock is not None and any(_registers(server) for server in here):
+    if host.rdma and host.memlock is not None and any(_registers(server) for server in local):
         yield Finding(
             "memlock",
             "this host",
@@ -50,9 +50,9 @@ def check_host(checkup: Checkup) -> Iterator[Finding]:
             f"where {', '.join(host.rdma)} must pin the KV cache",
             "start the servers with ulimit -l unlimited (LimitMEMLOCK=infinity, --ulimit memlock=-1)",
         )
-    if here and host.shm_bytes is not None:
+    if local and host.shm_bytes is not None:
         yield from _shm(host.shm_bytes, host.shm_free)
-    needed = _files(here)
+    needed = _files(local)
     if host.num_files < needed:
         yield Finding(
             "nofile",
@@ -81,5 +81,5 @@ def _registers(server: Server) -> bool:
 
 
 def _files(here: list[Server]) -> int:
-    told = [server.max_num_seqs for server in here if "decode" in server.roles]
-    return max(_LEAST_FILES, _FILES_PER_REQUEST * sum(told) + _OTHER_FILES)
+    limits = [server.max_num_seqs for server in here if "decode" in server.roles]
+    return max(_LEAST_FILES, _FILES_PER_REQUEST * sum(limits) + _OTHER_FILES)

@@ -70,16 +70,16 @@ def _reference(servers: Sequence[Server]) -> Server:
 
 
 def _differences(reference: Server, server: Server) -> Iterator[Finding]:
-    found: dict[str, tuple[object, object]] = {}
+    differing: dict[str, tuple[object, object]] = {}
     if reference.identity is not None and server.identity is not None:
-        found |= differing_facts(reference.facts(), server.facts())[0]
+        differing |= differing_facts(reference.facts(), server.facts())[0]
     both = sorted(reference.settings.keys() & server.settings.keys())
-    found |= {
+    differing |= {
         name: (reference.settings[name], server.settings[name])
         for name in both
         if reference.settings[name] != server.settings[name]
     }
-    for name, (theirs, own) in found.items():
+    for name, (theirs, own) in differing.items():
         cure = next((cure for start, cure in _CURES if name.startswith(start)), _OTHERWISE)
         yield Finding(name, server.url, name, _to_text(own), f"{reference.url} has {_to_text(theirs)}", cure)
 

@@ -185,6 +185,6 @@ def _clock(server: Server) -> Iterator[Finding]:
 
 
 def dialled_addresses(server: Server) -> list[tuple[str, int, str]]:
-    found = [(host_and_port(address), address) for address in server.control_addresses]
+    addresses = [(host_and_port(address), address) for address in server.control_addresses]
     here = server.is_here()
-    return [(*parts, address) for parts, address in found if parts and (here or not is_local_address(address))]
+    return [(*parts, address) for parts, address in addresses if parts and (here or not is_local_address(address))]

@@ -59,8 +59,8 @@ class _Counts:
         self.status, self.samples = status, samples
 
     def sum(self, names: Sequence[str]) -> int | None:
-        found = [sample.value for sample in self.samples if sample.name in names]
-        return int(sum(found)) if found else None
+        values = [sample.value for sample in self.samples if sample.name in names]
+        return int(sum(values)) if values else None
 
     def refused(self) -> Counter[str]:
         counts: Counter[str] = Counter()
@@ -128,13 +128,13 @@ async def _counts(client: OpenAIClient) -> _Counts:
 
 async def _settled(client: OpenAIClient) -> _Counts:
     """Waits, for a limited time, until no handoff runs."""
-    found = await _counts(client)
+    counts = await _counts(client)
     for _ in range(_POLLS):
-        if found.status.handoffs.settled:
+        if counts.status.handoffs.settled:
             break
         await asyncio.sleep(_POLL_S)
-        found = await _counts(client)
-    return found
+        counts = await _counts(client)
+    return counts
 
 
 def _positive(after: Counter[str], before: Counter[str]) -> Mapping[str, int]:

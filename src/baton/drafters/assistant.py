@@ -201,7 +201,7 @@ def _layers_of(config: Gemma4Config, target: CausalLM) -> tuple[int, ...]:
     """For each assistant layer, the target layer that it reads: the last of its kind with own keys. Raises
     `CheckpointError` if the heads differ or its window is wider.
     """
-    known, found = cast(Gemma4Config, target.config), []
+    known, sources = cast(Gemma4Config, target.config), []
     for layer, window in enumerate(config.windows):
         alike = [i for i in known.sources if (known.windows[i] is None) == (window is None)]
         own = config.spec(layer)
@@ -212,5 +212,5 @@ def _layers_of(config: Gemma4Config, target: CausalLM) -> tuple[int, ...]:
             raise CheckpointError(f"drafter: config.json: {kind} layers have {what}, and the target's have others")
         if window is not None and its.window is not None and window > its.window:
             raise CheckpointError(f"drafter: config.json: sliding_window is {window}, and the target's is {its.window}")
-        found.append(max(alike))
-    return tuple(found)
+        sources.append(max(alike))
+    return tuple(sources)

@@ -122,8 +122,8 @@ class TargetReader(Drafter, Protocol):
 
 def layers_read(drafter: Drafter | None) -> Sequence[int]:
     """None for drafters other than a `TargetReader`."""
-    found: Sequence[int] = getattr(drafter, "target_layers", ())
-    return found
+    layers: Sequence[int] = getattr(drafter, "target_layers", ())
+    return layers
 
 
 def num_modules(drafter: Drafter | None) -> int:

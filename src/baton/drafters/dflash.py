@@ -195,10 +195,10 @@ def _renamed(name: str) -> str:
 
 
 def _flat_config(raw: RawConfig) -> RawConfig:
-    found = raw.get("dflash_config") or {}
-    if not isinstance(found, Mapping):
-        raise CheckpointError(f"drafter: config.json: dflash_config is {found!r}, expected an object")
-    return {**raw, **found}
+    nested_config = raw.get("dflash_config") or {}
+    if not isinstance(nested_config, Mapping):
+        raise CheckpointError(f"drafter: config.json: dflash_config is {nested_config!r}, expected an object")
+    return {**raw, **nested_config}
 
 
 def _mask_token(raw: RawConfig, vocab_size: int) -> int:
@@ -222,7 +222,9 @@ def _causal_layers(raw: RawConfig, config: ModelConfig) -> list[bool]:
     """As in vLLM: as configured, else layers with a window."""
     own = _flat_config(raw)
     given = "is_causal" if own.get("is_causal") is not None else "causal"
-    found = [get_bool(own, given, window is not None) for window in config.windows]
-    if own.get("use_swa") or any(w is not None and not causal for w, causal in zip(config.windows, found, strict=True)):
+    causals = [get_bool(own, given, window is not None) for window in config.windows]
+    if own.get("use_swa") or any(
+        w is not None and not causal for w, causal in zip(config.windows, causals, strict=True)
+    ):
         raise CheckpointError("drafter: config.json: a window in both directions is not supported")
-    return found
+    return causals

@@ -24,17 +24,17 @@ def draft_passes(
         return None
     num_drafts, last = batch.num_drafts, batch.query_start[1:].astype(np.int64) - 1
     going = np.flatnonzero(num_drafts)
-    found: list[tuple[DraftPass, IntArray]] = []
+    passes: list[tuple[DraftPass, IntArray]] = []
     one: DraftPass | None = None
     if not last_only:
         requests = np.arange(len(num_drafts))
         regions = regions_of(len(batch.positions), batch.pages.bind(requests, batch.positions, batch.query_start))
         if regions is None:
             return None
-        found.append(
+        passes.append(
             (_with_noise(DraftPass(regions, batch.positions, last[going], len(going)), batch, going, 0), going)
         )
-    for step in range(len(found), int(num_drafts.max(initial=0))):
+    for step in range(len(passes), int(num_drafts.max(initial=0))):
         more = np.flatnonzero(num_drafts[going] > step)
         positions = batch.positions[last[going[more]]] + step
         if one is not None and len(more) == len(going):
@@ -48,8 +48,8 @@ def draft_passes(
             if regions is None:
                 return None
             one = DraftPass(regions, positions, None, len(going), more)
-        found.append((_with_noise(one, batch, going, step), going))
-    return found
+        passes.append((_with_noise(one, batch, going, step), going))
+    return passes
 
 
 def _with_noise(one: DraftPass, batch: DraftBatch, going: IntArray, step: int) -> DraftPass:

@@ -116,10 +116,10 @@ def flat_config(raw: RawConfig) -> RawConfig:
 
 def nested(raw: RawConfig) -> RawConfig:
     """`eagle_config`, where some projects put the method's fields."""
-    found = raw.get("eagle_config") or {}
-    if not isinstance(found, Mapping):
-        raise CheckpointError(f"drafter: config.json: eagle_config is {found!r}, expected an object")
-    return found
+    config = raw.get("eagle_config") or {}
+    if not isinstance(config, Mapping):
+        raise CheckpointError(f"drafter: config.json: eagle_config is {config!r}, expected an object")
+    return config
 
 
 def eagle_flag(raw: RawConfig, name: str, default: bool = False) -> bool:

@@ -45,8 +45,8 @@ class Mtp(MtpHead):
         num_layers, stored = target.config.num_layers, StoredTensors(path)
 
         def rename(name: str) -> str | None:
-            found = place(stored.name(name), num_layers)
-            return f"layers.{found[0]}.{found[1]}" if found is not None and found[0] < num else None
+            module, own_name = place(stored.name(name), num_layers) or (num, "")
+            return f"layers.{module}.{own_name}" if module < num else None
 
         fill_module(drafter, path, rename, target.unpack, quantized_weights(raw, stored))
         return drafter.eval()

@@ -125,5 +125,5 @@ class MtpChain(MtpHead):
         query_start = np.concatenate(([0], np.cumsum(counts[counts > 0]))).astype(np.int32)
         attend = batch.pages.bind(requests[counts > 0], positions, query_start)
         cos_sin = self.rotary.at(self._tensor(positions))
-        made: Tensor = self.layers[module](self._embed(self._tensor(tokens)), states, cos_sin, attend)
-        return made
+        output: Tensor = self.layers[module](self._embed(self._tensor(tokens)), states, cos_sin, attend)
+        return output

@@ -59,5 +59,5 @@ class StreamMtp(HeadDrafter):
         self, next_ids_T: Tensor, features_TF: Tensor, positions_T: Tensor, attend: LayerCache, first: bool
     ) -> tuple[Tensor, Tensor]:
         cos_sin = self.rotary.at(positions_T)
-        made: tuple[Tensor, Tensor] = self.layers[0](self._embed(next_ids_T), features_TF, cos_sin, attend)
-        return made
+        output: tuple[Tensor, Tensor] = self.layers[0](self._embed(next_ids_T), features_TF, cos_sin, attend)
+        return output

@@ -212,8 +212,8 @@ class EngineCore:
                 case PrefixArrived():
                     self._end(request, "length")
                     queued_s = self._step_s - request.times.step_s_before
-                    found = {"num_cached_tokens": effect.num_tokens, "queued_s": queued_s}
-                    self._emit_chunk(request, True, finish_reason="length", **found)
+                    fields = {"num_cached_tokens": effect.num_tokens, "queued_s": queued_s}
+                    self._emit_chunk(request, True, finish_reason="length", **fields)
                 case SeedsArrived():
                     (self._finished_elsewhere if effect.finished else self._committed)(request, effect.seeds)
                 case PagesReleased() if request.status is RequestStatus.AWAITING_RELEASE:

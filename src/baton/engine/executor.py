@@ -113,11 +113,11 @@ class LocalExecutor:
 
     def _scored(self, plan: StepPlan, output: TargetOutput) -> Iterator[tuple[PromptLogprobRows, Tensor]]:
         """In blocks, with logits [rows, V]: a whole prompt's would take gigabytes."""
-        found = plan.scored
-        for first in range(0, 0 if found is None else len(found.row), _SCORED_ROWS):
-            assert found is not None
-            some = slice(first, first + _SCORED_ROWS)
-            block = PromptLogprobRows(found.row[some], found.token[some], found.num_top[some])
+        scored = plan.scored
+        for first in range(0, 0 if scored is None else len(scored.row), _SCORED_ROWS):
+            assert scored is not None
+            part = slice(first, first + _SCORED_ROWS)
+            block = PromptLogprobRows(scored.row[part], scored.token[part], scored.num_top[part])
             yield block, self.runner.logits(output, block.row)
 
     @torch.inference_mode()

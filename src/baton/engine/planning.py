@@ -151,14 +151,14 @@ def draft_plan(draft_rows: Sequence[DraftRows], spec: PlanSpec, rejection: bool)
 
 
 def _constraints(draft_rows: Sequence[DraftRows]) -> Sequence[Known | None]:
-    found = [
+    grammars = [
         Known(request.request_id, request.params.structured_outputs, _array(request.output_ids))
         if rows.num_drafts and request.params.structured_outputs is not None
         else None
         for rows in draft_rows
         for request in [rows.request]
     ]
-    return found if any(found) else ()
+    return grammars if any(grammars) else ()
 
 
 def _chain(draft_rows: Sequence[DraftRows], num_modules: int) -> ModuleChain:

@@ -27,11 +27,11 @@ class PromptBudget:
 
     @property
     def num_tokens(self) -> int:
-        found = _FIRST_CHUNK
+        budget = _FIRST_CHUNK
         if self._token_s:
             seconds = max(self._bound_s - self._decode_s, self._decode_s)
-            found = max(int(seconds / self._token_s) // _LEAST_CHUNK, 1) * _LEAST_CHUNK
-        return found if self._max_tokens is None else min(found, self._max_tokens)
+            budget = max(int(seconds / self._token_s) // _LEAST_CHUNK, 1) * _LEAST_CHUNK
+        return budget if self._max_tokens is None else min(budget, self._max_tokens)
 
 
 def _rise_limited(old: float, new: float) -> float:

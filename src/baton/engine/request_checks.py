@@ -95,14 +95,14 @@ def check_identity(wire: GenerateRequest, info: EngineInfo) -> None:
 
 
 def _matcher(engine: Engine, wire: GenerateRequest, known: list[int]) -> Matcher | None:
-    asked = wire.sampling_params.structured_outputs
-    if asked is None:
+    constraint = wire.sampling_params.structured_outputs
+    if constraint is None:
         return None
     if engine.grammars is None:
         raise RequestError("the output follows no grammar here: the engine has no tokenizer or no end token", PARAM)
-    engine.grammars.check(asked)
-    matcher = engine.grammars.matcher(asked)
-    matcher.move(known)
+    engine.grammars.check(constraint)
+    matcher = engine.grammars.matcher(constraint)
+    matcher.advance(known)
     return matcher
 
 

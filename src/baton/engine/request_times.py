@@ -56,5 +56,5 @@ class RequestTimes:
             since |= {"started": self.started_at - self.queued_at, "sampled": now - self.queued_at}
         self._marks = None
         chunks = [(began - self.queued_at, count) for began, count in self._chunks]
-        told = LegTimings(num_bytes=self.num_bytes, num_runs=self.num_runs, integrity=self.integrity, chunks=chunks)
-        return msgspec.structs.replace(told, **since)
+        timings = LegTimings(num_bytes=self.num_bytes, num_runs=self.num_runs, integrity=self.integrity, chunks=chunks)
+        return msgspec.structs.replace(timings, **since)

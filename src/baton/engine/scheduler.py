@@ -227,8 +227,8 @@ class Scheduler:
 
     def num_missing(self, request: Request) -> int:
         """Prompt tokens of a waiting request that are not in the prefix cache."""
-        found = self.cache.find(request.kv, request.token_ids, request.prefill_len)
-        return request.prefill_len - min(hit.num_tokens for hit in found.values())
+        hits = self.cache.find(request.kv, request.token_ids, request.prefill_len)
+        return request.prefill_len - min(hit.num_tokens for hit in hits.values())
 
     # ------------------------------------------------------------ other transitions
 

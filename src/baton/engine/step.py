@@ -331,12 +331,12 @@ def _catch_up(late: Sequence[tuple[Request, int]], budget: int) -> list[DraftRow
     """Rows for requests that lack earlier drafter entries, in order, within the token budget. They get drafts once no
     entry is missing.
     """
-    found: list[DraftRows] = []
+    rows: list[DraftRows] = []
     for request, num_drafts in late:
         start = request.num_drafted
         stop = min(request.num_computed, start + budget)
         if stop > start:
             none = (FeatureRows(0, 0, stop - start),)
-            found.append(DraftRows(request, none, start, stop, num_drafts if stop == request.num_computed else 0))
+            rows.append(DraftRows(request, none, start, stop, num_drafts if stop == request.num_computed else 0))
             budget -= stop - start
-    return found
+    return rows

@@ -80,11 +80,11 @@ class KVCache:
         Trims every group to the common hit. At least one row is left to compute, for its logits or features. Returns
         the hit in tokens, or None, without changes, if there are too few pages.
         """
-        found = self.find(tables, tokens, num_tokens)
-        common = min(hit.num_tokens for hit in found.values())
+        prefix_hits = self.find(tables, tokens, num_tokens)
+        common = min(hit.num_tokens for hit in prefix_hits.values())
         # If there is no page to copy a partly hit page into, use the hit's whole pages only, or none.
         for most in dict.fromkeys((common, common // self.whole_pages * self.whole_pages, 0)):
-            hits = cut(self.pools, tables, tokens, found, most)
+            hits = cut(self.pools, tables, tokens, prefix_hits, most)
             start = min(most, *(hit.num_tokens for hit in hits.values()))
             if self._take(tables, hits, dict.fromkeys(self.pools, start), start + min(num_rows, num_tokens - start)):
                 return start
@@ -94,8 +94,8 @@ class KVCache:
         """The prefix hits that `attach` would start with now. The shortest is common to all groups. `spare`: window
         entries before what the next query sees.
         """
-        found = look_up(self.pools, tables, tokens, num_tokens - 1, spare)
-        return agreed(self.pools, tables, tokens, found, spare)
+        hits = look_up(self.pools, tables, tokens, num_tokens - 1, spare)
+        return agreed(self.pools, tables, tokens, hits, spare)
 
     def attach_destination(
         self, tables: BlockTables, tokens: Sequence[int], num_tokens: int, sent_groups: Container[str] | None = None
@@ -109,18 +109,18 @@ class KVCache:
         Pages that the handoff writes are exclusive; pages before a window's first wanted entry are null. Returns None,
         without changes, if there are too few pages.
         """
-        found = look_up(self.pools, tables, tokens, num_tokens)
+        prefix_hits = look_up(self.pools, tables, tokens, num_tokens)
         cold = [name for name in self.pools if sent_groups is not None and name not in sent_groups]
-        hits = {name: rules.hit(found[name].num_tokens, num_tokens) for name, rules in self.rules.items()}
+        hits = {name: rules.hit(prefix_hits[name].num_tokens, num_tokens) for name, rules in self.rules.items()}
         lost = {name for name in cold if self.rules[name].module is not None}
         hits |= dict.fromkeys(lost, 0)
         if alone := [name for name in cold if name not in lost]:
-            found |= agreed(self.pools, tables, tokens, {name: found[name] for name in alone})
-            hits |= dict.fromkeys(alone, min(found[name].num_tokens for name in alone))
+            prefix_hits |= agreed(self.pools, tables, tokens, {name: prefix_hits[name] for name in alone})
+            hits |= dict.fromkeys(alone, min(prefix_hits[name].num_tokens for name in alone))
         whole = {name: hit - hit % self.pools[name].page_size for name, hit in hits.items()}
-        if not self._take(tables, found, hits, num_tokens + 1):
+        if not self._take(tables, prefix_hits, hits, num_tokens + 1):
             hits = whole
-            if not self._take(tables, found, hits, num_tokens + 1):
+            if not self._take(tables, prefix_hits, hits, num_tokens + 1):
                 return None
         tables.uncached |= lost
         wanted = {name: self.rules[name].wanted(num_tokens, hits[name]) for name in self.pools if name not in cold}

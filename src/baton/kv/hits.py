@@ -16,10 +16,10 @@ def look_up(
     """Reuses the last lookup while the prefix cache has not changed."""
     hits: Hits = {}
     for name, pool in pools.items():
-        asked = pool.version, limit, len(tokens), spare
+        key = pool.version, limit, len(tokens), spare
         last = tables.found.get(name)
-        if last is None or last[0] != asked:
-            last = tables.found[name] = asked, pool.lookup(tokens, limit, tables.chains[name], spare)
+        if last is None or last[0] != key:
+            last = tables.found[name] = key, pool.lookup(tokens, limit, tables.chains[name], spare)
         hits[name] = last[1]
     return hits
 

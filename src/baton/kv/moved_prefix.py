@@ -42,15 +42,15 @@ def share_prefix(
     groups hold. If it is empty, nothing is changed. `most` is less than the number of `tokens`."""
     num_tokens, rest = most, 1
     while rest:
-        found = cache.find(tables, tokens, num_tokens + 1, SPARE_TOKENS)
-        num_tokens = min(hit.num_tokens for hit in found.values())
+        hits = cache.find(tables, tokens, num_tokens + 1, SPARE_TOKENS)
+        num_tokens = min(hit.num_tokens for hit in hits.values())
         rest = num_tokens % multiple
         num_tokens -= rest
     if not num_tokens:
         return SharedPrefix(0)
     window_start = 0
     for name, pool in cache.pools.items():
-        pages = found[name].pages[: cache.rules[name].num_pages(num_tokens, pool.page_size)]
+        pages = hits[name].pages[: cache.rules[name].num_pages(num_tokens, pool.page_size)]
         window_start = max(window_start, pages.count(NULL_PAGE) * pool.page_size)
         pool.share(pages)
         tables.set_pages(name, pages)

@@ -138,10 +138,10 @@ def _event(raw: msgspec.Raw) -> KVEvent:
     first = memoryview(raw)[0]
     if 0x80 <= first <= 0x8F or first in (0xDE, 0xDF):
         return _Decoders.maps.decode(raw)
-    found = _Decoders.arrays.decode(raw)
-    if isinstance(found, _StoredArray):
-        return BlockStored(**msgspec.structs.asdict(found))
-    return BlockRemoved(**msgspec.structs.asdict(found)) if isinstance(found, _RemovedArray) else AllBlocksCleared()
+    events = _Decoders.arrays.decode(raw)
+    if isinstance(events, _StoredArray):
+        return BlockStored(**msgspec.structs.asdict(events))
+    return BlockRemoved(**msgspec.structs.asdict(events)) if isinstance(events, _RemovedArray) else AllBlocksCleared()
 
 
 def salt_key(salt: str) -> str:

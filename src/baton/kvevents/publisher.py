@@ -80,9 +80,9 @@ class EventPublisher:
         for index, group in enumerate(groups):
             pool = cache.pools[group.name]
             size = pool.step if isinstance(pool, StatePool) else pool.page_size
-            told = RecordedGroup(index, _KINDS[group.kind], group.window, size)
-            pool.on_stored = functools.partial(self.recorder.stored, told)
-            pool.on_removed = functools.partial(self.recorder.removed, told)
+            recorded = RecordedGroup(index, _KINDS[group.kind], group.window, size)
+            pool.on_stored = functools.partial(self.recorder.stored, recorded)
+            pool.on_removed = functools.partial(self.recorder.removed, recorded)
 
     def _signal(self) -> None:
         os.eventfd_write(self._wake, 1)

@@ -72,10 +72,10 @@ class EventRecorder:
 
     def take(self) -> list[KVEvent]:
         """Adjacent blocks of a chain are one event. May run on another thread."""
-        found: list[KVEvent] = []
+        events: list[KVEvent] = []
         while self._events:
             event = self._events.popleft()
-            last = found[-1] if found else None
+            last = events[-1] if events else None
             if isinstance(event, BlockStored) and isinstance(last, BlockStored) and _follows(event, last):
                 last.block_hashes += event.block_hashes
                 last.token_ids += event.token_ids
@@ -86,8 +86,8 @@ class EventRecorder:
             elif isinstance(event, BlockRemoved) and isinstance(last, BlockRemoved) and _is_alike(event, last):
                 last.block_hashes += event.block_hashes
             else:
-                found.append(event)
-        return found
+                events.append(event)
+        return events
 
 
 def _vllm_hash(digest: bytes) -> int:

@@ -89,8 +89,8 @@ class PrefixStore:
             return False
 
         def look() -> None:
-            found = self._read(tokens, first, last)
-            self._post(lambda: then(self._insert(tokens, first, found)))
+            entries = self._read(tokens, first, last)
+            self._post(lambda: then(self._insert(tokens, first, entries)))
 
         self._readers.submit(look)
         return True
@@ -183,26 +183,26 @@ class PrefixStore:
             yield key
 
     def _read(self, tokens: Sequence[int], first: int, last: int) -> list[dict[str, ByteArray]]:
-        found: list[dict[str, ByteArray]] = []
+        entries: list[dict[str, ByteArray]] = []
         keys = list(self._keys(tokens, last))
         try:
             for key in keys[first:]:
                 entry = self._store.get(key)
                 if entry is None or not self._fits(entry.tensors, self._paged):
                     break
-                found.append(entry.tensors)
-            while found and self._states:
-                entry = self._store.get(_of_states(keys[first + len(found) - 1]))
+                entries.append(entry.tensors)
+            while entries and self._states:
+                entry = self._store.get(_of_states(keys[first + len(entries) - 1]))
                 if entry is not None and self._fits(entry.tensors, self._states):
-                    found[-1] |= entry.tensors
+                    entries[-1] |= entry.tensors
                     break
-                found.pop()
+                entries.pop()
         except Exception as error:  # the request waits for this
             log.warning("a stored prefix is computed again: %s", error)
             self._failed("read")
             if self._states:
-                found.clear()
-        return found
+                entries.clear()
+        return entries
 
     def _failed(self, operation: str) -> None:
         self._post(lambda: self._on_failure(operation))

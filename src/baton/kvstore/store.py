@@ -86,11 +86,13 @@ class FileStore:
         if key and self.use(key):
             return key
         about = dict(about or {})
-        found = entry_digest(tensors, about)
-        path = self._path(key or found)
+        digest = entry_digest(tensors, about)
+        path = self._path(key or digest)
         if self._touch(path):
-            return key or found
-        data = encode({name: np.ascontiguousarray(array) for name, array in tensors.items()}, {**about, _DIGEST: found})
+            return key or digest
+        data = encode(
+            {name: np.ascontiguousarray(array) for name, array in tensors.items()}, {**about, _DIGEST: digest}
+        )
         if len(data) > self.max_bytes:
             raise TransportError(f"an entry of {len(data)} bytes does not fit into a store of {self.max_bytes}")
         part = self.directory / f"{secrets.token_hex(16)}.tmp"
@@ -104,7 +106,7 @@ class FileStore:
             with contextlib.suppress(OSError):
                 part.unlink()
             raise TransportError(f"cannot write to the store {self.directory}: {error.strerror}") from error
-        return key or found
+        return key or digest
 
     def get(self, key: str) -> Entry | None:
         """Raises `TransportError` for an unreadable entry, and for a damaged one after removing it, so that it can be
@@ -169,16 +171,16 @@ class FileStore:
 
     def _entries(self) -> list[tuple[float, int, Path]]:
         """(time of last use, bytes, path), oldest first. Removes abandoned temporary files."""
-        found = []
+        entries = []
         with os.scandir(self.directory) as items:
             for item in items:
                 with contextlib.suppress(FileNotFoundError):  # removed by another process
                     status = item.stat(follow_symlinks=False)
                     if _KEY.fullmatch(item.name):
-                        found.append((status.st_mtime, status.st_size, Path(item.path)))
+                        entries.append((status.st_mtime, status.st_size, Path(item.path)))
                     elif _TEMPORARY.fullmatch(item.name) and time.time() - status.st_mtime > _ABANDONED_S:
                         os.unlink(item.path)
-        return sorted(found)
+        return sorted(entries)
 
     def _make_room(self, nbytes: int) -> None:
         with self._lock:

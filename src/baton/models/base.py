@@ -136,8 +136,8 @@ def rotaries(config: ModelConfig, build: Build) -> tuple[list[Rotary], list[int]
     sizes = config.layer_rotary_dims or (config.rotary_dim or config.head_dim,) * config.num_layers
     of_layers = list(zip(ropes, sizes, strict=True))
     distinct = [kind for layer, kind in enumerate(of_layers) if kind not in of_layers[:layer]]
-    made = [Rotary(spec, size, config.max_position, build.dtype, build.device) for spec, size in distinct]
-    return made, [distinct.index(kind) for kind in of_layers]
+    tables = [Rotary(spec, size, config.max_position, build.dtype, build.device) for spec, size in distinct]
+    return tables, [distinct.index(kind) for kind in of_layers]
 
 
 class CausalLM(nn.Module, ABC):

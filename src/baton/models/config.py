@@ -107,8 +107,8 @@ def get_int(raw: RawConfig, name: str, default: int | None = None, minimum: int 
     if value is None:
         value = default
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        found = "is missing" if value is None else f"is {value!r}"
-        raise CheckpointError(f"config.json: {name} {found}, expected an integer of at least {minimum}")
+        problem = "is missing" if value is None else f"is {value!r}"
+        raise CheckpointError(f"config.json: {name} {problem}, expected an integer of at least {minimum}")
     if value > maximum:
         raise CheckpointError(f"config.json: {name} is over {maximum}")
     return value
@@ -120,8 +120,8 @@ def get_float(raw: RawConfig, name: str, default: float | None = None) -> float:
     if value is None:
         value = default
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-        found = "is missing" if value is None else f"is {reprlib.repr(value)}"
-        raise CheckpointError(f"config.json: {name} {found}, expected a positive number")
+        problem = "is missing" if value is None else f"is {reprlib.repr(value)}"
+        raise CheckpointError(f"config.json: {name} {problem}, expected a positive number")
     return float(value)
 
 
@@ -195,8 +195,8 @@ def read_rope(section: RawConfig, raw: RawConfig, max_position: int, theta_defau
             params.setdefault("factor", max_position / original)
     for name in needed:
         if not params.get(name, 0) > 0:
-            found = f"is {section[name]!r}" if name in section else "is missing"
-            raise CheckpointError(f"config.json: rope_parameters.{name} {found} for rope_type {kind!r}")
+            problem = f"is {section[name]!r}" if name in section else "is missing"
+            raise CheckpointError(f"config.json: rope_parameters.{name} {problem} for rope_type {kind!r}")
     return RopeSpec(kind=kind, theta=theta, params=params)
 
 

@@ -80,10 +80,10 @@ class FusedLayers:
     @classmethod
     def of(cls, layers: Iterable[nn.Module], rotary_of: Sequence[int]) -> FusedLayers | None:
         """None if a layer is of another kind, or a weight is not packed."""
-        found = [layer for layer in layers if isinstance(layer, Layer)]
-        if len(found) < len(rotary_of) or not all(map(_is_usual, found)):
+        decoder_layers = [layer for layer in layers if isinstance(layer, Layer)]
+        if len(decoder_layers) < len(rotary_of) or not all(map(_is_usual, decoder_layers)):
             return None
-        return cls(found, rotary_of) if len({_shape(layer) for layer in found}) == 1 else None
+        return cls(decoder_layers, rotary_of) if len({_shape(layer) for layer in decoder_layers}) == 1 else None
 
     def regions(self, num_rows: int, cache: LayerCache) -> KVRegions | None:
         """Keys and values for the rows. None: the layers must run one by one."""
@@ -113,7 +113,7 @@ class FusedLayers:
 
     def place(self, fields: Int64, regions: KVRegions, angles: Int64, rotaries: RotaryTables) -> object:
         """Set where a pass's rows are. Returns what holds the arrays."""
-        found = np.array(
+        table = np.array(
             [
                 (
                     region.kv.data_ptr(),
@@ -129,8 +129,8 @@ class FusedLayers:
         fields[at.NUM_ROWS], fields[at.NUM_REQUESTS] = len(angles), len(regions.query_start) - 1
         fields[at.POSITIONS], fields[at.ANGLES] = regions.positions.ctypes.data, angles.ctypes.data
         fields[at.QUERY_START], fields[at.PLACES] = regions.query_start.ctypes.data, regions.layers.ctypes.data
-        fields[at.REGIONS], fields[at.ROTARIES] = found.ctypes.data, rotaries[0].ctypes.data
-        return found, regions, angles, rotaries
+        fields[at.REGIONS], fields[at.ROTARIES] = table.ctypes.data, rotaries[0].ctypes.data
+        return table, regions, angles, rotaries
 
     def take_work(self, num_rows: int) -> Work:
         threads = threads_for(self._num_weights, _PARALLEL_WEIGHTS)

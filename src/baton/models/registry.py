@@ -42,5 +42,5 @@ def model_class(model_type: object) -> type[CausalLM]:
     if not isinstance(model_type, str) or model_type not in MODELS:
         known = ", ".join(MODELS)
         raise CheckpointError(f"config.json: model_type is {model_type!r}, expected one of {known}")
-    found: type[CausalLM] = pkgutil.resolve_name(MODELS[model_type])
-    return found
+    architecture: type[CausalLM] = pkgutil.resolve_name(MODELS[model_type])
+    return architecture

@@ -211,5 +211,5 @@ _OTHER: dict[Part, Part] = {
 
 
 def _alarm(subject: Subject, comparison: _Comparison) -> Alarm:
-    told = comparison.num_compared, comparison.observed, comparison.expected
-    return Alarm(subject, comparison.part, comparison.reference, *told)
+    figures = comparison.num_compared, comparison.observed, comparison.expected
+    return Alarm(subject, comparison.part, comparison.reference, *figures)

@@ -92,9 +92,9 @@ def _not_handed_off(engines: Sequence[EngineView], last: Mapping[str, int]) -> I
 
 
 def _slow_handoffs(recent: RecentRequests, now: float) -> Iterator[str]:
-    found = recent.handoff_and_token_s(now)
-    if found is not None and found[0] > max(_SLOW_S, _SLOW_TOKENS * found[1]):
-        second, token = (1e3 * seconds for seconds in found)
+    medians = recent.handoff_and_token_s(now)
+    if medians is not None and medians[0] > max(_SLOW_S, _SLOW_TOKENS * medians[1]):
+        second, token = (1e3 * seconds for seconds in medians)
         yield (
             f"handoffs are slow: the second token comes {second:.0f} ms after the first, later ones every "
             f"{token:.1f} ms: the network or the copies, not the engines"

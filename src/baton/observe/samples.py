@@ -101,14 +101,14 @@ class SamplePool:
 
     def mean(self, part: Part, of: Subject | None = None, without: Subject | None = None) -> Figures | None:
         """Over the requests of one subject, or all but another's. None if there are too few."""
-        found = self._sums.get((part, of), _NONE)
+        sums = self._sums.get((part, of), _NONE)
         left_out = _NONE if without is None else self._sums.get((part, without), _NONE)
-        count = found.count - left_out.count
+        count = sums.count - left_out.count
         if count < _MIN_SAMPLES:
             return None
         return Figures(
-            (found.any_accepted - left_out.any_accepted) / count,
-            (found.first_draft - left_out.first_draft) / count,
+            (sums.any_accepted - left_out.any_accepted) / count,
+            (sums.first_draft - left_out.first_draft) / count,
         )
 
     def _count(self, sample: Sample, sign: int) -> None:

@@ -111,8 +111,8 @@ def _more(state: Mapping[str, Any]) -> Iterable[str]:
             tpot = "-" if last["tpot_ms"] is None else f"{last['tpot_ms']:.2f} ms"
             wait = last["handoff_ms"]
             second = "" if wait is None else f", second token after {wait:.1f} ms"
-            told = f"TTFT {last['ttft_ms']:.1f} ms{second}, TPOT {tpot}"
-            yield f"{name}: {told} (medians of {last['num_requests']} requests)"
+            latency = f"TTFT {last['ttft_ms']:.1f} ms{second}, TPOT {tpot}"
+            yield f"{name}: {latency} (medians of {last['num_requests']} requests)"
 
 
 def _errors(state: Mapping[str, Any]) -> Iterable[str]:

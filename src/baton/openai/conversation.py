@@ -93,11 +93,11 @@ def _add_end(message: dict[str, Any]) -> None:
 
 def _until_end(text: str) -> str:
     """A rendered conversation up to `_END`, without trailing spaces if the template trims messages."""
-    found = text.rfind(_END.strip())
-    if found < 0:
+    end = text.rfind(_END.strip())
+    if end < 0:
         what = "continue_final_message"
         raise RequestError(f"{what}: the chat template does not show the end of the last message", what)
-    return text[:found] if text.startswith(_END, found) else text[:found].rstrip()
+    return text[:end] if text.startswith(_END, end) else text[:end].rstrip()
 
 
 def _message(index: int, message: ChatMessage) -> dict[str, Any]:

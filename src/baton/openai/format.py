@@ -141,21 +141,21 @@ def _delta(plan: Plan, delta: Delta, output: ChoiceOutput) -> Json:
     """Only the first part of a call has its id and name."""
     if plan.reader is None:
         return {"content": delta.text}
-    found: Json = {}
+    fields: Json = {}
     calls: dict[int, Json] = {}
     for event in delta.events:
         if isinstance(event, Content):
-            found["content"] = found.get("content", "") + event.text
+            fields["content"] = fields.get("content", "") + event.text
         elif isinstance(event, Reasoning):
             if plan.returns_reasoning:
-                found["reasoning_content"] = found["reasoning"] = found.get("reasoning", "") + event.text
+                fields["reasoning_content"] = fields["reasoning"] = fields.get("reasoning", "") + event.text
         else:
             call = calls.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
             if event.name is not None:
                 call |= {"id": output.calls[event.index].id, "type": "function"}
                 call["function"] = {"name": event.name, "arguments": call["function"]["arguments"]}
             call["function"]["arguments"] += event.arguments
-    return found | ({"tool_calls": list(calls.values())} if calls else {})
+    return fields | ({"tool_calls": list(calls.values())} if calls else {})
 
 
 def _head(plan: Plan, kind: str) -> Json:
@@ -231,12 +231,12 @@ def _completion_logprobs(
 def _alternatives(plan: Plan, token_id: int, entry: TokenLogprobs) -> dict[str, float]:
     """Logprobs by name. Of two tokens with the same text, the less likely is `token_id:N`."""
     own = _token_name(plan, token_id)
-    found: dict[str, float] = {}
+    logprobs: dict[str, float] = {}
     for other, value in entry.top:
         if other != token_id:
             name = _token_name(plan, other)
-            found[f"token_id:{other}" if name == own or name in found else name] = value
-    return {own: entry.logprob} | found
+            logprobs[f"token_id:{other}" if name == own or name in logprobs else name] = value
+    return {own: entry.logprob} | logprobs
 
 
 def _chat_logprobs(plan: Plan, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Json:

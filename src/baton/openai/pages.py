@@ -61,14 +61,17 @@ def openapi(app: web.Application) -> dict[str, Any]:
     schema_of = dict(zip(bodies, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for one in endpoints(app):
-        told: dict[str, Any] = {"summary": one.summary, "responses": {"200": {"description": "The answer."}}}
+        operation: dict[str, Any] = {"summary": one.summary, "responses": {"200": {"description": "The answer."}}}
         if names := re.findall(r"{(\w+)}", one.path):
-            told["parameters"] = [
+            operation["parameters"] = [
                 {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
             ]
         if one.body is not None:
-            told["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema_of[one.body]}}}
-        paths.setdefault(one.path, {})[one.method.lower()] = told
+            operation["requestBody"] = {
+                "required": True,
+                "content": {"application/json": {"schema": schema_of[one.body]}},
+            }
+        paths.setdefault(one.path, {})[one.method.lower()] = operation
     return {
         "openapi": "3.1.0",
         "info": {"title": "Baton", "version": __version__},

@@ -113,10 +113,10 @@ def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PA
     reader = tools.reader(parsing, _within_reasoning(request, text), constrained)
     plan = _plan(request, model, [prompt], params, field, chat=True)
     # The call of a named function has finish reason "stop", as in vLLM and OpenAI's API.
-    told = not isinstance(tools.choice, NamedChoice)
+    returns_calls = not isinstance(tools.choice, NamedChoice)
     spelt = model.tokenizer.special_tokens_of(tools.markers(parsing, constrained))
     returns_reasoning = request.include_reasoning is not False
-    return replace(plan, reader=reader, spelt=spelt, returns_calls=told, returns_reasoning=returns_reasoning)
+    return replace(plan, reader=reader, spelt=spelt, returns_calls=returns_calls, returns_reasoning=returns_reasoning)
 
 
 def _within_reasoning(request: ChatRequest, text: str) -> bool | None:
@@ -222,12 +222,12 @@ def _truncated(
 
 def _num_added(request: CompletionRequest, prompts: Sequence[PromptIds], model: ServedModel) -> list[int]:
     texts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
-    tokenizer, found = model.tokenizer, []
+    tokenizer, counts = model.tokenizer, []
     for text, prompt in zip(texts if len(texts) == len(prompts) else [None] * len(prompts), prompts, strict=True):
         starts = range(1 + _MAX_ADDED) if isinstance(text, str) else ()
         spelt = (start for start in starts if tokenizer.decode(prompt[start:], skip_special_tokens=False) == text)
-        found.append(next(spelt, 0))
-    return found
+        counts.append(next(spelt, 0))
+    return counts
 
 
 def _limited(max_tokens: int, model: ServedModel) -> int:

@@ -24,15 +24,15 @@ class PerRequestMetrics:
         if len(outputs) != 1:
             return None
         (output,) = outputs
-        found = _times(output) if self.enable_per_request_metrics else {}
+        metrics = _times(output) if self.enable_per_request_metrics else {}
         if self.per_request_spec_decode_metrics != "none":
-            told = _spec_decode(output, plan.model.num_speculative_tokens)
-            if told and output.route is not None:
-                told["route"] = output.route
-            if told and self.per_request_spec_decode_metrics == "detailed":
-                told |= {"per_step_accepted": output.accepted, "per_step_drafted": output.drafted}
-            found |= {"speculative_decoding": told} if told else {}
-        return found or None
+            spec_decode = _spec_decode(output, plan.model.num_speculative_tokens)
+            if spec_decode and output.route is not None:
+                spec_decode["route"] = output.route
+            if spec_decode and self.per_request_spec_decode_metrics == "detailed":
+                spec_decode |= {"per_step_accepted": output.accepted, "per_step_drafted": output.drafted}
+            metrics |= {"speculative_decoding": spec_decode} if spec_decode else {}
+        return metrics or None
 
 
 NO_METRICS = PerRequestMetrics()

@@ -212,8 +212,8 @@ def sampling_params(
     Raises `RequestError` with the parameter's name.
     """
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
-    asked = {name: getattr(request, name) for name in _AS_ASKED}
-    given = {**defaults.given(), **{name: value for name, value in asked.items() if value is not None}}
+    values = {name: getattr(request, name) for name in _AS_ASKED}
+    given = {**defaults.given(), **{name: value for name, value in values.items() if value is not None}}
     top_k = given.pop("top_k", 0)
     return SamplingParams(
         max_tokens=max_tokens,
@@ -234,11 +234,11 @@ def sampling_params(
 
 def _prompt_logprobs(request: CompletionRequest | ChatRequest, max_tokens: int) -> int | None:
     """Alternatives per prompt token; None: no prompt logprobs."""
-    asked, echoes = request.prompt_logprobs, isinstance(request, CompletionRequest) and request.echo
+    count, echoes = request.prompt_logprobs, isinstance(request, CompletionRequest) and request.echo
     if echoes and request.logprobs is not None and not isinstance(request.logprobs, bool):
-        asked = max(asked or 0, request.logprobs)
+        count = max(count or 0, request.logprobs)
     # With max_tokens 0, the echo is the response.
-    return 0 if asked is None and echoes and max_tokens == 0 else asked
+    return 0 if count is None and echoes and max_tokens == 0 else count
 
 
 def grammar_of(

@@ -47,19 +47,19 @@ def structured_params(
     response_format: ResponseFormat | None, structured: StructuredOutputs | None
 ) -> tuple[StructuredOutputsParams | None, str]:
     """The grammar of the output, if any, and the request field with it. Raises `RequestError` with that name."""
-    found = None if response_format is None or response_format.type == "text" else response_format
-    if found is not None and structured is not None:
+    form = None if response_format is None or response_format.type == "text" else response_format
+    if form is not None and structured is not None:
         raise RequestError("response_format and structured_outputs exclude each other", FIELD)
     if structured is not None:
         params, field = _to_params(structured), FIELD
-    elif found is None:
+    elif form is None:
         return None, FIELD
-    elif found.type == "json_object":
-        field = "response_format" if found.schema is None else "response_format.schema"
-        params = StructuredOutputsParams(json=_ANY_OBJECT if found.schema is None else _text(found.schema))
+    elif form.type == "json_object":
+        field = "response_format" if form.schema is None else "response_format.schema"
+        params = StructuredOutputsParams(json=_ANY_OBJECT if form.schema is None else _text(form.schema))
     else:
         field = _SCHEMA
-        schema = found.json_schema.schema if found.json_schema is not None else None
+        schema = form.json_schema.schema if form.json_schema is not None else None
         if schema is None:
             raise RequestError(f"{field} is needed where response_format.type is json_schema", field)
         params = StructuredOutputsParams(json=_text(schema))

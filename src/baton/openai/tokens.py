@@ -48,9 +48,9 @@ def chat_tokens(
     """The token ids of a chat on a server with this tokenizer. Raises `RequestError`."""
     fields = {"messages": messages, "tools": tools, "chat_template_kwargs": chat_template_kwargs}
     model = ServedModel("", tokenizer, _ANY_LENGTH, tokenizer.vocab_size, 0)
-    found = tokenize(msgspec.json.encode(fields), model)["tokens"]
-    assert isinstance(found, list)
-    return found
+    ids = tokenize(msgspec.json.encode(fields), model)["tokens"]
+    assert isinstance(ids, list)
+    return ids
 
 
 def detokenize(body: bytes, model: ServedModel) -> dict[str, object]:

@@ -207,9 +207,9 @@ def _calls(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
 def _for_template(tool: Tool) -> dict[str, Any]:
     """A tool without unset fields, in OpenAI's order, as templates show it. The schema is unchanged: it may contain
     null as a default."""
-    told = msgspec.structs.asdict(tool.function)
-    if told["defer_loading"] is None:  # as in vLLM
-        told["defer_loading"] = tool.defer_loading
+    function = msgspec.structs.asdict(tool.function)
+    if function["defer_loading"] is None:  # as in vLLM
+        function["defer_loading"] = tool.defer_loading
     shown: dict[str, Any] = {"type": tool.type}
-    shown["function"] = {name: value for name, value in told.items() if value is not None}
+    shown["function"] = {name: value for name, value in function.items() if value is not None}
     return shown if tool.defer_loading is None else {**shown, "defer_loading": tool.defer_loading}

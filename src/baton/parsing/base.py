@@ -69,10 +69,10 @@ class ContentBuffer:
 def split_at(text: str, *markers: str) -> tuple[str, str, str]:
     """The part before the first marker, the marker, and the rest. Without a marker the rest is a tail that may begin
     one."""
-    found = min((m for m in markers if m in text), key=text.index, default="")
-    if found:
-        before, _, rest = text.partition(found)
-        return before, found, rest
+    first = min((m for m in markers if m in text), key=text.index, default="")
+    if first:
+        before, _, rest = text.partition(first)
+        return before, first, rest
     for size in range(min(max(map(len, markers)) - 1, len(text)), 0, -1):
         if any(marker.startswith(text[-size:]) for marker in markers):
             return text[:-size], "", text[-size:]

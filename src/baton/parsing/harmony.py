@@ -130,10 +130,10 @@ class HarmonyReasoning:
         return self._read(self._channels.push(text))
 
     def _read(self, events: list[ParsedEvent]) -> list[ParsedEvent]:
-        found: list[ParsedEvent] = []
+        parsed: list[ParsedEvent] = []
         for event in events:
-            found += self._rest.push(event.text) if isinstance(event, Content) else [event]
-        return found
+            parsed += self._rest.push(event.text) if isinstance(event, Content) else [event]
+        return parsed
 
     def finish(self) -> list[ParsedEvent]:
         return self._read(self._channels.finish()) + self._rest.finish()

@@ -66,8 +66,8 @@ class Qwen3XmlParser(MarkedParser):
         return text
 
     def _function(self, text: str, events: list[ParsedEvent]) -> str | None:
-        found = _FUNCTION.match(text)
-        if found is None:
+        match = _FUNCTION.match(text)
+        if match is None:
             begun = text.lstrip()
             start = "<function="
             if start.startswith(begun) or (begun.startswith(start) and not re.search(r"[<>\s]", begun[len(start) :])):
@@ -75,8 +75,8 @@ class Qwen3XmlParser(MarkedParser):
             self._where = "words"
             events += self._content.push(_OPEN)
             return text
-        self._begin(found[1], events)
-        return text[found.end() :]
+        self._begin(match[1], events)
+        return text[match.end() :]
 
     def _begin(self, name: str, events: list[ParsedEvent]) -> None:
         self._content.call()
@@ -86,10 +86,10 @@ class Qwen3XmlParser(MarkedParser):
     def _in_call(self, text: str, events: list[ParsedEvent]) -> str | None:
         if ">" not in text:
             return None
-        found = _PARAMETER.match(text)
-        if found is not None:
-            events += self._argument(found)
-            return text[found.end() :]
+        match = _PARAMETER.match(text)
+        if match is not None:
+            events += self._argument(match)
+            return text[match.end() :]
         end = _END.match(text)
         begun = text.lstrip()
         if end is not None and end[1] is None and _CLOSE.startswith(text[end.end() :].lstrip()):

@@ -87,18 +87,18 @@ class _Walk:
             return None
         said = schema.get("type")
         named = {name for name in (said if isinstance(said, list) else [said]) if isinstance(name, str)}
-        found = [named | ({"integer"} if "number" in named else set())] if named else []
+        allowed_types = [named | ({"integer"} if "number" in named else set())] if named else []
         if constants := _constants(schema):
-            found.append({_NAMES[type(constant)] for constant in constants})
+            allowed_types.append({_NAMES[type(constant)] for constant in constants})
         for part in (self._referred(schema), *_list(schema, "allOf")):
             if (allowed := self.types(part, depth + 1)) is not None:
-                found.append(allowed)
+                allowed_types.append(allowed)
         for field in ("anyOf", "oneOf"):
             if branches := _list(schema, field):
-                found.append(set().union(*(self.types(branch, depth + 1) or {"string"} for branch in branches)))
-        if not found:
+                allowed_types.append(set().union(*(self.types(branch, depth + 1) or {"string"} for branch in branches)))
+        if not allowed_types:
             return None
-        common = set.intersection(*found) or set.union(*found)
+        common = set.intersection(*allowed_types) or set.union(*allowed_types)
         return common | ({"null"} if schema.get("nullable") is True else set())
 
     def _referred(self, schema: dict[str, Any]) -> Any:
@@ -107,19 +107,19 @@ class _Walk:
         if not isinstance(reference, str) or not reference.startswith("#") or reference in self._followed:
             return None
         self._followed.add(reference)
-        found = self._root
+        target = self._root
         for step in reference[1:].split("/")[1:]:
             key = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list):
-                found = found[int(key)] if _INDEX.fullmatch(key) and int(key) < len(found) else None
+            if isinstance(target, list):
+                target = target[int(key)] if _INDEX.fullmatch(key) and int(key) < len(target) else None
             else:
-                found = found.get(key) if isinstance(found, dict) else None
-        return found
+                target = target.get(key) if isinstance(target, dict) else None
+        return target
 
 
 def _list(schema: dict[str, Any], field: str) -> list[Any]:
-    found = schema.get(field)
-    return found if isinstance(found, list) else []
+    value = schema.get(field)
+    return value if isinstance(value, list) else []
 
 
 def _constants(schema: dict[str, Any]) -> list[Any]:
@@ -128,8 +128,8 @@ def _constants(schema: dict[str, Any]) -> list[Any]:
 
 def _number(text: str) -> str:
     """As the model wrote it if that is JSON; empty if it is not a number."""
-    found = _loads(text)
-    if type(found) in (int, float) and _finite(found):
+    value = _loads(text)
+    if type(value) in (int, float) and _finite(value):
         return text
     try:
         return _finite(int(text) if _INTEGER.fullmatch(text) else float(text))
@@ -140,8 +140,8 @@ def _number(text: str) -> str:
 def _same(text: str, constant: Any) -> bool:
     if isinstance(constant, bool):
         return text.lower() == str(constant).lower()
-    found = _loads(text)
-    return type(found) is type(constant) and bool(found == constant)
+    value = _loads(text)
+    return type(value) is type(constant) and bool(value == constant)
 
 
 def _loads(text: str) -> Any:

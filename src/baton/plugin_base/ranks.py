@@ -41,9 +41,9 @@ def gather_bytes(own: bytes, group: dist.ProcessGroup) -> list[bytes]:
     dist.all_gather(lengths, torch.tensor([len(own)]), group=group)
     longest = max(int(length) for length in lengths)
     padded = torch.frombuffer(bytearray(own.ljust(longest, b"\0")), dtype=torch.uint8)
-    found = [torch.empty(longest, dtype=torch.uint8) for _ in range(count)]
-    dist.all_gather(found, padded, group=group)
-    return [each.numpy().tobytes()[: int(length)] for each, length in zip(found, lengths, strict=True)]
+    received = [torch.empty(longest, dtype=torch.uint8) for _ in range(count)]
+    dist.all_gather(received, padded, group=group)
+    return [each.numpy().tobytes()[: int(length)] for each, length in zip(received, lengths, strict=True)]
 
 
 def join_workers(own: WorkerPart, all_gather: AllGather) -> JoinedWorkers:

@@ -222,8 +222,8 @@ def _changes(pool: EnginePool) -> dict[str, Change]:
     """Changes of a pool, by the last part of a request's path."""
 
     async def add(body: bytes) -> object:
-        asked = _decode(body, _NewEngine)
-        return describe_engine(await pool.add(asked.url, asked.role), None)
+        new_engine = _decode(body, _NewEngine)
+        return describe_engine(await pool.add(new_engine.url, new_engine.role), None)
 
     async def remove(body: bytes) -> object:
         return describe_engine(pool.remove(_decode(body, _Known).url), None)

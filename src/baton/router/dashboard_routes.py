@@ -32,7 +32,7 @@ def add_dashboard(
 
     async def snapshot() -> bytes:
         state = await status()
-        told = {
+        content = {
             **state,
             **recent.describe(time.monotonic()),
             "engines": [_without_facts(engine) for engine in state["engines"]],
@@ -40,7 +40,7 @@ def add_dashboard(
             "version": __version__,
             "admin": admin_enabled,
         }
-        return msgspec.json.encode(told)
+        return msgspec.json.encode(content)
 
     async def events(request: web.Request) -> web.StreamResponse:
         """The dashboard's content, as server-sent events."""
@@ -69,10 +69,10 @@ def add_dashboard(
     async def one_request(request: web.Request) -> web.StreamResponse:
         """The timeline of a recent request, by its id or `X-Request-Id`."""
         now = time.monotonic()
-        found = recent.find(request.match_info["id"])
-        if not found:
+        timelines = recent.find(request.match_info["id"])
+        if not timelines:
             raise web.HTTPNotFound(reason="no recent request has this id")
-        return json_response({"choices": [one.describe(now) for one in found]})
+        return json_response({"choices": [one.describe(now) for one in timelines]})
 
     app.router.add_get("/dashboard", _page)
     app.router.add_get("/dashboard/events", events, allow_head=False)
@@ -81,9 +81,9 @@ def add_dashboard(
 
 async def _page(request: web.Request) -> web.StreamResponse:
     """The dashboard."""
-    made = dashboard_page()
-    headers = {"Content-Security-Policy": made.policy, "Cache-Control": "no-cache"}
-    return web.Response(text=made.html, content_type="text/html", headers=headers)
+    page = dashboard_page()
+    headers = {"Content-Security-Policy": page.policy, "Cache-Control": "no-cache"}
+    return web.Response(text=page.html, content_type="text/html", headers=headers)
 
 
 def _without_facts(engine: Status) -> Status:

@@ -30,14 +30,14 @@ class Service:
 
 def read_services(given: Sequence[str]) -> list[Service]:
     """`ROLE=HOST:PORT` each. Raises `ConfigError`."""
-    found = []
+    services = []
     for text in given:
         role, _, address = text.partition("=")
         host, _, port = address.rpartition(":")
         if role not in get_args(Role) or not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise ConfigError("discover", f"{text!r} is not ROLE=HOST:PORT, such as prefill=baton-prefill:8100")
-        found.append(Service(role, host, int(port)))  # type: ignore[arg-type]
-    return found
+        services.append(Service(role, host, int(port)))  # type: ignore[arg-type]
+    return services
 
 
 async def resolve(host: str, port: int) -> set[str]:
@@ -84,11 +84,11 @@ class Discovery:
 
     async def _change(self, service: Service, urls: set[str]) -> None:
         listed = {engine.url: engine for engine in self._pool.engines}
-        found = self._found[service]
-        for url in sorted(found - urls):
+        joined = self._found[service]
+        for url in sorted(joined - urls):
             if url in listed and not listed[url].leaving:  # a second call would move its requests elsewhere
                 self._pool.drain(url)
-            found.discard(url)
+            joined.discard(url)
         for url in sorted(urls - listed.keys()):
             try:
                 await self._pool.add(url, service.role)
@@ -96,7 +96,7 @@ class Discovery:
                 self._problem(url, f"cannot join: {error}")
                 continue
             self._problems.pop(url, None)
-            found.add(url)
+            joined.add(url)
 
     def _problem(self, what: str, text: str) -> None:
         if self._problems.get(what) != text:

@@ -50,13 +50,13 @@ class PoolIdentity:
         infos = [e.info for e in self._engines() if e.info is not None]
         length = self._bound_length or min([self._model.max_model_len, *(info.max_model_len for info in infos)])
         drafts = max([self._model.num_speculative_tokens, *(info.num_speculative_tokens for info in infos)])
-        told: dict[str, set[str]] = {}
+        named: dict[str, set[str]] = {}
         for info in infos:
             for name, adapter in info.adapters.items():
-                told.setdefault(name, set()).add(adapter)
+                named.setdefault(name, set()).add(adapter)
         # A name of different files is ambiguous.
         adapters = {
-            name: next(iter(found)) for name, found in told.items() if len(found) == 1 and name != self._model.name
+            name: next(iter(found)) for name, found in named.items() if len(found) == 1 and name != self._model.name
         }
         return dataclasses.replace(self._model, max_model_len=length, num_speculative_tokens=drafts, adapters=adapters)
 
@@ -89,8 +89,8 @@ class PoolIdentity:
                 raise ConfigError("tokenizer", f"{error}; name its directory with --tokenizer") from None
             if self._model is None:
                 self._model, self._reference = ServedModel.of(info, tokenizer), info
-                if told := info.sampling_defaults.describe():
-                    logger.info("requests of %s that do not say otherwise are sampled with %s", info.model, told)
+                if defaults := info.sampling_defaults.describe():
+                    logger.info("requests of %s that do not say otherwise are sampled with %s", info.model, defaults)
         self.check(engine, info)  # another engine may have decided meanwhile
 
     def _is_alone(self, engine: PooledEngine) -> bool:

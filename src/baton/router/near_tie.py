@@ -18,19 +18,19 @@ async def measure_gap(client: EngineClient, joined: Joined, mismatch: TokenMisma
     if not _is_plain(params):
         return None
     before = joined.token_ids[: mismatch.position]
-    asked = GenerateRequest(
+    probe = GenerateRequest(
         request_id=f"{joined.request.request_id}.tie{mismatch.position}",
         prompt_token_ids=joined.request.prompt_token_ids + before,
         sampling_params=SamplingParams(max_tokens=1, temperature=0.0, logprobs=MAX_LOGPROBS, ignore_eos=True),
         adapter=joined.request.adapter,
     )
-    found: dict[int, float] = {}
-    async for chunk in client.generate(asked):
+    logprobs: dict[int, float] = {}
+    async for chunk in client.generate(probe):
         for token in chunk.logprobs or ():
-            found |= dict(token.top)
-    if mismatch.sent not in found or mismatch.said not in found:
+            logprobs |= dict(token.top)
+    if mismatch.sent not in logprobs or mismatch.said not in logprobs:
         return None
-    return abs(found[mismatch.sent] - found[mismatch.said])
+    return abs(logprobs[mismatch.sent] - logprobs[mismatch.said])
 
 
 def _is_plain(params: SamplingParams) -> bool:

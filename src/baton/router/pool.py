@@ -61,7 +61,7 @@ class EnginePool:
         self.identity = PoolIdentity(lambda: self.engines, tokenizer_dir, load_tokenizer, shared)
         self._engines: dict[str, PooledEngine] = {}
         self._removed: set[PooledEngine] = set()  # removed engines that still have legs
-        self._asking: dict[PooledEngine, asyncio.Task[None]] = {}
+        self._checks: dict[PooledEngine, asyncio.Task[None]] = {}
 
     @property
     def engines(self) -> list[PooledEngine]:
@@ -156,8 +156,8 @@ class EnginePool:
     def max_num_seqs(self) -> int | None:
         """None if a healthy engine does not report it."""
         infos = [e.info for e in self.usable(healthy=True) if e.role != "prefill"]
-        told = [info.max_num_seqs for info in infos if info is not None]
-        return sum(told) if told and all(told) else None
+        limits = [info.max_num_seqs for info in infos if info is not None]
+        return sum(limits) if limits and all(limits) else None
 
     def has_other(self, engine: PooledEngine, avoid: Sequence[PooledEngine] = ()) -> bool:
         """Whether another engine of its role can take requests."""
@@ -166,27 +166,27 @@ class EnginePool:
 
     async def refresh(self, engine: PooledEngine) -> None:
         """Ask an engine for its identity, after it failed or restarted."""
-        await asyncio.shield(self._ask(engine))
+        await asyncio.shield(self._start_check(engine))
 
     async def watch(self) -> None:
         """Refresh all engines forever, and removed ones until their last leg has ended."""
         try:
             while True:
                 for engine in (*self.engines, *self._removed):
-                    self._ask(engine)
+                    self._start_check(engine)
                 await asyncio.sleep(self.timers.check)
         finally:
-            asking = list(self._asking.values())
-            for task in asking:
+            checks = list(self._checks.values())
+            for task in checks:
                 task.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
+            await asyncio.gather(*checks, return_exceptions=True)
             await self.readers.close()
 
-    def _ask(self, engine: PooledEngine) -> asyncio.Task[None]:
-        task = self._asking.get(engine)
+    def _start_check(self, engine: PooledEngine) -> asyncio.Task[None]:
+        task = self._checks.get(engine)
         if task is None:
-            task = self._asking[engine] = asyncio.create_task(self._check(engine))
-            task.add_done_callback(lambda _: self._asking.pop(engine, None))
+            task = self._checks[engine] = asyncio.create_task(self._check(engine))
+            task.add_done_callback(lambda _: self._checks.pop(engine, None))
         return task
 
     async def _check(self, engine: PooledEngine) -> None:

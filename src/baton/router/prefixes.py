@@ -68,11 +68,11 @@ class PromptBlocks:
 
     def keys(self, block_size: int, has_salt_keys: bool) -> PromptKeys:
         """`has_salt_keys`: with `salt_key` in place of the salt."""
-        asked = block_size, has_salt_keys
-        if asked not in self._keys:
+        key = block_size, has_salt_keys
+        if key not in self._keys:
             salt = salt_key(self.salt) if self.salt and has_salt_keys else self.salt
-            self._keys[asked] = PromptKeys(self.tokens, block_size, salt)
-        return self._keys[asked]
+            self._keys[key] = PromptKeys(self.tokens, block_size, salt)
+        return self._keys[key]
 
     def chain(self) -> list[bytes]:
         if self._chain is None:
@@ -118,8 +118,8 @@ class KnownPrefixes:
             return 0
         chain, since = prompt.chain(), self._clock() - self._expiry_s
         num = next((i for i, block in enumerate(chain) if self._blocks.get(block, since) <= since), len(chain))
-        found = min(num * BLOCK_TOKENS, len(prompt.tokens) - 1)
-        return found // self._step * self._step
+        num_tokens = min(num * BLOCK_TOKENS, len(prompt.tokens) - 1)
+        return num_tokens // self._step * self._step
 
     def learn(self, prompt: PromptBlocks) -> None:
         """A prompt's first blocks are evicted last."""

@@ -130,9 +130,9 @@ class Routes:
         self, request: GenerateRequest, needs: EngineNeeds, engines: _Engines, hand_off: bool
     ) -> Route | None:
         take, prefill, decode, both = self._choose_engine, engines.prefill, engines.decode, engines.both
-        if request.sampling_params.prompt_logprobs is not None and (some := prefill or both or decode):
+        if request.sampling_params.prompt_logprobs is not None and (engines_of_role := prefill or both or decode):
             # One engine must compute the whole prompt.
-            return Route("scored", take(needs, engines.free(some)))
+            return Route("scored", take(needs, engines.free(engines_of_role)))
         if prefill and decode:
             free = engines.free(decode)
             chosen = take(replace(needs, receives=True), free)
@@ -214,10 +214,10 @@ class _Engines:
 
     def free(self, engines: list[PooledEngine]) -> list[PooledEngine]:
         """Raises `OverloadedError` if all are overloaded."""
-        found = [engine for engine in engines if not engine.overloaded]
-        if not found and not self.forced:
+        free = [engine for engine in engines if not engine.overloaded]
+        if not free and not self.forced:
             raise OverloadedError(f"all {engines[0].role} engines are overloaded; try again later")
-        return found or engines
+        return free or engines
 
 
 def _salt(request: GenerateRequest) -> str | None:

@@ -37,16 +37,16 @@ _OWN = "vllm:"
 async def deployment_metrics(own: Iterable[Metric], engines: Sequence[PooledEngine]) -> list[Metric]:
     """Engines' families get labels `engine` and `role`. Engines that do not answer with metrics are omitted."""
     pages = await asyncio.gather(*(_page(engine) for engine in engines))
-    found = {family.name: family for family in own}
-    mine = {name for name in found if name.startswith(_OWN)}
+    families = {family.name: family for family in own}
+    mine = {name for name in families if name.startswith(_OWN)}
     for engine, page in zip(engines, pages, strict=True):
         for family in page:
             if family.name in mine:
                 continue
-            into = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            into = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             if into.type == family.type:
                 into.samples += [_labelled(sample, engine.name, engine.role) for sample in family.samples]
-    return list(found.values())
+    return list(families.values())
 
 
 async def _page(engine: PooledEngine) -> list[Metric]:

@@ -90,9 +90,9 @@ def all_reduce_min(values: list[int], group: Any) -> list[int]:
     import torch
     import torch.distributed as dist
 
-    found = torch.tensor(values, dtype=torch.uint8)
-    dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group)
-    return [int(value) for value in found.tolist()]
+    reduced = torch.tensor(values, dtype=torch.uint8)
+    dist.all_reduce(reduced, op=dist.ReduceOp.MIN, group=group)
+    return [int(value) for value in reduced.tolist()]
 
 
 def gather_ranks(queue: Any, own: bytes) -> list[bytes]:

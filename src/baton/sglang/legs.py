@@ -126,9 +126,9 @@ class RankLegs:
         phases = [self.poll(leg) for leg in legs]
         sound = [int(phase != "failed") for phase in phases]
         ended = [int(phase in ("done", "failed")) for phase in phases]
-        found = least(sound + ended)
+        minima = least(sound + ended)
         for index, (leg, phase) in enumerate(zip(legs, phases, strict=True)):
-            if found[index] or found[len(legs) + index]:
+            if minima[index] or minima[len(legs) + index]:
                 leg.agreed = phase
                 continue
             if not ended[index]:

@@ -43,28 +43,28 @@ def buffers(args: Any, pools: RankPools) -> list[KvBuffer]:
     """The target's KV, the drafter's, then states. Raises `ConfigError` for others."""
     places = _places(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)
     split, target, drafter = len(places) - args.num_draft_entries, pools.target, pools.draft
-    found = _attention(places[:split], _full(target), "target", pools)
+    kv_buffers = _attention(places[:split], _full(target), "target", pools)
     if places[split:]:
-        found += _attention(places[split:], drafter, "draft", pools)
+        kv_buffers += _attention(places[split:], drafter, "draft", pools)
     for index, kind in enumerate(args.state_types):
         places = _places(args.state_data_ptrs[index], args.state_data_lens[index], args.state_item_lens[index])
         name = str(kind.value)
         if name == "swa" and _is_exactly(target, "SWAKVPool") and pools.window is not None:
-            found += _attention(places, target.swa_kv_pool, "target", pools, pools.window + 1)
+            kv_buffers += _attention(places, target.swa_kv_pool, "target", pools, pools.window + 1)
         elif name == "mamba" and _is_exactly(target, "HybridLinearKVPool"):
-            found += _states(places, pools, args.state_conv_shard_groups[index])
+            kv_buffers += _states(places, pools, args.state_conv_shard_groups[index])
         elif name == "dsa" and _is_exactly(target, "DSATokenToKVPool"):
             num_target = len(target.get_state_buf_infos()[0])
-            found += _index(places[:num_target], target, "target")
-            found += _index(places[num_target:], drafter, "draft")
+            kv_buffers += _index(places[:num_target], target, "target")
+            kv_buffers += _index(places[num_target:], drafter, "draft")
         else:
             raise ConfigError("model", f"the plug-in does not hand off state {name!r} of {type(target).__name__}")
-    return found
+    return kv_buffers
 
 
 def _places(addresses: Sequence[int], sizes: Sequence[int], pages: Sequence[int]) -> list[_Place]:
-    found = zip(addresses, sizes, pages, strict=True)
-    return [(int(address), int(size), int(page)) for address, size, page in found]
+    places = zip(addresses, sizes, pages, strict=True)
+    return [(int(address), int(size), int(page)) for address, size, page in places]
 
 
 def _is_exactly(pool: Any, name: str) -> bool:
@@ -86,7 +86,7 @@ def _attention(
     if (layout := getattr(pool, "kv_cache_layout", "nhd")) != "nhd":
         raise ConfigError("kv_cache_layout", f"the plug-in knows KV by token, then head, got {layout}")
     latent = names == ("kv",)
-    num_layers, found = len(places) // len(names), []
+    num_layers, kv_buffers = len(places) // len(names), []
     for entry, place in enumerate(places):
         name, layer = names[entry // num_layers], entry % num_layers
         tensor = getattr(pool, f"{name}_buffer")[layer]
@@ -96,29 +96,29 @@ def _attention(
         kind = "mla" if latent else "full" if window is None else "sliding_window"
         group = part.name if window is None else f"window_{part.name}"
         number = int(pool.start_layer or 0) + layer
-        found.append(KvBuffer(owner, group, number, *place, (part,), rules_of(owner, kind, window)))  # type: ignore[arg-type]
-    return found
+        kv_buffers.append(KvBuffer(owner, group, number, *place, (part,), rules_of(owner, kind, window)))  # type: ignore[arg-type]
+    return kv_buffers
 
 
 def _index(places: Sequence[_Place], pool: Any, owner: Owner) -> list[KvBuffer]:
     """Sparse attention's index keys: in a page all keys, then all scales."""
     if places and (int(pool.index_kpool) != 1 or any(pool.skip_topk_layers)):
         raise ConfigError("model", "the plug-in knows sparse attention with a key per token in each layer")
-    found = []
+    kv_buffers = []
     for layer, place in enumerate(places):
         dim = int(pool.index_head_dim)
         keys = PagePart("index", "uint8", "whole", 1, dim)
         scales = PagePart("scale", "float32", "whole", 1, dim // int(pool.quant_block_size))
         number = int(pool.start_layer or 0) + layer
-        found.append(KvBuffer(owner, "index", number, *place, (keys, scales), rules_of(owner, "mla")))
-    return found
+        kv_buffers.append(KvBuffer(owner, "index", number, *place, (keys, scales), rules_of(owner, "mla")))
+    return kv_buffers
 
 
 def _states(places: Sequence[_Place], pools: RankPools, conv_parts: Sequence[Sequence[int] | None]) -> list[KvBuffer]:
     """Inputs of convolutions `[slots, channels, inputs]`, and recurrent states `[slots, heads, ...]`. `conv_parts`: per
     buffer, the model's channels of q, k and v, each shared by the ranks; None: one block."""
     rank, num_ranks = pools.rank, pools.num_ranks
-    found: list[KvBuffer] = []
+    states: list[KvBuffer] = []
     # SGLang's own iterator for making `places`.
     entries = list(pools.target.mamba_pool._iter_transfer_state_entries())
     for place, parts, (field, tensor, axis, layer) in zip(places, conv_parts, entries, strict=True):
@@ -130,13 +130,15 @@ def _states(places: Sequence[_Place], pools: RankPools, conv_parts: Sequence[Seq
             raise ConfigError("model", f"{channels} channels of {field} are not {shares}")
         cut: Cut = "whole" if whole else "channels" if field == "conv" else "heads"
         dim = math.prod(tensor.shape[2:])
-        made = [
+        page_parts = [
             PagePart(f"{field}.{number}", _dtype(tensor), cut, share, dim, 0 if whole else rank * share)
             for number, share in enumerate(shares)
         ]
-        same = sum(other.layer == layer and other.name.rstrip("0123456789") == field for other in found)
-        found.append(KvBuffer("target", f"{field}{same}", int(layer), *place, tuple(made), rules_of("target", "state")))
-    return found
+        same = sum(other.layer == layer and other.name.rstrip("0123456789") == field for other in states)
+        states.append(
+            KvBuffer("target", f"{field}{same}", int(layer), *place, tuple(page_parts), rules_of("target", "state"))
+        )
+    return states
 
 
 def _dtype(tensor: Any) -> str:

@@ -43,7 +43,7 @@ class MetadataRows:
             ctypes.memmove(address, part, size)
 
     def _places(self, row: int) -> list[tuple[int, int]]:
-        found = list(zip(self.addresses, self.row_bytes, self.num_bytes, strict=True))
-        if row < 0 or any((row + 1) * size > total for _, size, total in found):
+        buffers = list(zip(self.addresses, self.row_bytes, self.num_bytes, strict=True))
+        if row < 0 or any((row + 1) * size > total for _, size, total in buffers):
             raise ProtocolError(f"there is no metadata row {row}")
-        return [(address + row * size, size) for address, size, _ in found]
+        return [(address + row * size, size) for address, size, _ in buffers]

@@ -42,7 +42,7 @@ class DraftMatchers:
         key = known.request_id, known.grammar
         try:
             matcher = self._matchers.pop(key, None) or self._grammars.matcher(known.grammar)
-            matcher.move(known.output_ids.tolist())
+            matcher.advance(known.output_ids.tolist())
         except RequestError:
             return None  # choosing its next token raises the error and ends the request
         self._matchers[key] = matcher

@@ -54,7 +54,7 @@ class Matcher:
         self._matcher = compiled.matcher.deep_copy()
         self._tokens: list[int] = []
 
-    def move(self, output_ids: Sequence[int]) -> None:
+    def advance(self, output_ids: Sequence[int]) -> None:
         """Move to the end of the output. Raises `RequestError` if they do not follow the grammar, or if that takes too
         much work.
         """
@@ -87,7 +87,7 @@ class Matcher:
         """The allowed tokens for the next position and after each draft, up to the first forbidden draft. Raises
         `RequestError`.
         """
-        self.move(output_ids)
+        self.advance(output_ids)
         rows = [self.bits()]
         for draft in drafts:
             if not self.consume(draft):
@@ -96,7 +96,7 @@ class Matcher:
         return Allowed(np.stack(rows))
 
     def follows(self, output_ids: Sequence[int], drafts: Sequence[int]) -> int:
-        self.move(output_ids)
+        self.advance(output_ids)
         for count, draft in enumerate(drafts):
             if not self.consume(draft):
                 ends = draft in self._eos_ids and self._matcher.is_accepting()

@@ -48,8 +48,8 @@ class OnDevice:
         return bool(self.copy().any())
 
     def copy(self) -> ByteArray:
-        found: ByteArray = self._bytes.cpu().numpy()
-        return found
+        content: ByteArray = self._bytes.cpu().numpy()
+        return content
 
 
 RegisteredMemory = ByteArray | OnDevice

@@ -68,9 +68,9 @@ class AddedTokens:
         if wanted:
             backend.add_tokens(wanted)
         for number, token in self._decoder.items():
-            found = backend.token_to_id(token.content)
-            if found != number:
-                log.warning("%s: token %r is %s, not %d as declared there", self._path, token.content, found, number)
+            token_id = backend.token_to_id(token.content)
+            if token_id != number:
+                log.warning("%s: token %r is %s, not %d as declared there", self._path, token.content, token_id, number)
         backend.encode_special_tokens = bool(self.settings.get("split_special_tokens"))
 
     def _token(self, value: object, special: bool = True) -> AddedToken:

@@ -77,28 +77,28 @@ def _loops_over_content(template: nodes.Template) -> Iterator[bool]:
 
 
 def _aliases(template: nodes.Template, variable: str) -> list[str]:
-    found = [variable]
-    for name in found:
+    aliases = [variable]
+    for name in aliases:
         for assign in template.find_all(nodes.Assign):
-            if _reads(assign.node, name) and (target := _target(assign.target)) not in found:
-                found.append(target)
-    return found
+            if _reads(assign.node, name) and (target := _target(assign.target)) not in aliases:
+                aliases.append(target)
+    return aliases
 
 
 def _content_parameters(template: nodes.Template, macro: nodes.Macro, messages: list[str]) -> set[str]:
     """Parameters that get a message's content in some call."""
     names = [argument.name for argument in macro.args]
-    found: set[str] = set()
+    parameters: set[str] = set()
     for call in template.find_all(nodes.Call):
         if not (isinstance(call.node, nodes.Name) and call.node.name == macro.name):
             continue
         given = [*zip(names, call.args, strict=False), *((pair.key, pair.value) for pair in call.kwargs)]
-        found |= {
+        parameters |= {
             name
             for name, value in given
             if name in names and any(_reads(value, message, "content") for message in messages)
         }
-    return found
+    return parameters
 
 
 def _reads(node: nodes.Node | None, variable: str, key: str | None = None) -> bool:

@@ -74,8 +74,8 @@ def gguf_tokenizer(metadata: Metadata) -> tuple[tokenizers.Tokenizer, dict[str, 
 
 def end_tokens(metadata: Metadata) -> list[int]:
     """Raises `CheckpointError`."""
-    found = (_token_id(metadata, name) for name in _ENDS)
-    return sorted({number for number in found if number is not None})
+    ids = (_token_id(metadata, name) for name in _ENDS)
+    return sorted({number for number in ids if number is not None})
 
 
 def _byte_level(metadata: Metadata, texts: list[str], kinds: list[int]) -> tokenizers.Tokenizer:
@@ -120,24 +120,24 @@ _BUILDERS: dict[str, Callable[[Metadata, list[str], list[int]], tokenizers.Token
 
 def _merges_of(ids: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
     """All pairs of tokens that make a token, the best score first. Source: transformers' `generate_merges`."""
-    found = []
+    merges = []
     if sum(len(text) ** 2 for text in ids) > _MOST_CUT:
         raise CheckpointError("tokenizer.ggml.tokens are too long for merges made of them")
     for text, score in zip(ids, scores, strict=True):
         cuts = [(text[:at], text[at:]) for at in range(1, len(text))]
         pairs = [(one, other, score) for one, other in cuts if one in ids and other in ids]
-        found += sorted(pairs, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
-    found.sort(key=lambda pair: (pair[2], len(pair[0]), len(pair[1])), reverse=True)
-    return [(one, other) for one, other, _ in found]
+        merges += sorted(pairs, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+    merges.sort(key=lambda pair: (pair[2], len(pair[0]), len(pair[1])), reverse=True)
+    return [(one, other) for one, other, _ in merges]
 
 
 def _named(metadata: Metadata, texts: list[str]) -> dict[str, tuple[str, int]]:
-    found = {}
+    special = {}
     for name, key in _NAMED.items():
         number = _token_id(metadata, key)
         if number is not None:
-            found[name] = texts[number], number
-    return found
+            special[name] = texts[number], number
+    return special
 
 
 def _ends_added(metadata: Metadata, named: Mapping[str, tuple[str, int]]) -> Any:
@@ -162,32 +162,32 @@ def _templates(metadata: Metadata) -> str | list[dict[str, str]] | None:
 
 
 def _template(metadata: Metadata, key: str) -> str | None:
-    found = metadata.get(key)
-    if found is None or isinstance(found, str):
-        return found
-    raise CheckpointError(f"{key} is {repr(found)}, expected a text")
+    value = metadata.get(key)
+    if value is None or isinstance(value, str):
+        return value
+    raise CheckpointError(f"{key} is {repr(value)}, expected a text")
 
 
 def _token_id(metadata: Metadata, name: str) -> int | None:
-    found = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
     num_tokens = len(_texts(metadata, "tokens"))
-    if found is None or (type(found) is int and 0 <= found < num_tokens):
-        return found
-    raise CheckpointError(f"tokenizer.ggml.{name}_token_id is {repr(found)}, of {num_tokens} tokens")
+    if token_id is None or (type(token_id) is int and 0 <= token_id < num_tokens):
+        return token_id
+    raise CheckpointError(f"tokenizer.ggml.{name}_token_id is {repr(token_id)}, of {num_tokens} tokens")
 
 
 def _texts(metadata: Metadata, name: str) -> list[str]:
-    found = _list(metadata, name)
-    if not isinstance(found[0], str):
+    values = _list(metadata, name)
+    if not isinstance(values[0], str):
         raise CheckpointError(f"tokenizer.ggml.{name} is a list of numbers, expected texts")
-    return found
+    return values
 
 
 def _list(metadata: Metadata, name: str) -> list[Any]:
-    found = metadata.get(f"tokenizer.ggml.{name}")
-    if not isinstance(found, list) or not found:
+    value = metadata.get(f"tokenizer.ggml.{name}")
+    if not isinstance(value, list) or not value:
         raise CheckpointError(f"tokenizer.ggml.{name} is missing or empty")
-    return found
+    return value
 
 
 def _pair(merge: str) -> tuple[str, str]:

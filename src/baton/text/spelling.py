@@ -44,10 +44,10 @@ class Spelling:
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token adds to a text before it; empty for an unknown id."""
-        found = self._known.get(token_id)
-        if found is None:
-            found = self._known[token_id] = self._spell(token_id)
-        return found
+        raw = self._known.get(token_id)
+        if raw is None:
+            raw = self._known[token_id] = self._spell(token_id)
+        return raw
 
     def _spell(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id)

@@ -31,10 +31,10 @@ class StopChecker:
             return piece
         text = self._held + piece
         for end in range(len(self._held) + 1, len(text) + 1):
-            found = self._advance(text[end - 1])
-            if armed and found is not None:
-                self.matched, self._held = found, ""
-                return text[:end] if self._include else text[: end - len(found)]
+            matched = self._advance(text[end - 1])
+            if armed and matched is not None:
+                self.matched, self._held = matched, ""
+                return text[:end] if self._include else text[: end - len(matched)]
         pending = max(
             borders[-1] if number == len(borders) else number
             for borders, number in zip(self._borders, self._num_matched, strict=True)
@@ -50,7 +50,7 @@ class StopChecker:
 
     def _advance(self, character: str) -> str | None:
         """The longest stop string that `character` completes, if any."""
-        found: str | None = None
+        longest: str | None = None
         for index, stop in enumerate(self._stop):
             number = self._num_matched[index]
             if number and (number == len(stop) or stop[number] != character):
@@ -61,9 +61,9 @@ class StopChecker:
             if stop[number] == character:
                 number += 1
             self._num_matched[index] = number
-            if number == len(stop) and (found is None or number > len(found)):
-                found = stop
-        return found
+            if number == len(stop) and (longest is None or number > len(longest)):
+                longest = stop
+        return longest
 
 
 @functools.lru_cache(maxsize=64)  # a request's choices have the same stop strings

@@ -58,17 +58,17 @@ def read_template_option(given: str) -> str:
 
 def read_templates(root: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     """By name. As in transformers, files replace those in `settings` (tokenizer_config.json)."""
-    found: dict[str, str] = {}
+    templates: dict[str, str] = {}
     value = settings.get("chat_template")
     if isinstance(value, str):
-        found[DEFAULT] = value
+        templates[DEFAULT] = value
     elif isinstance(value, list):
         entries = [entry for entry in value if isinstance(entry, Mapping)]
-        found = {str(entry.get("name")): str(entry.get("template")) for entry in entries}
+        templates = {str(entry.get("name")): str(entry.get("template")) for entry in entries}
     files = {DEFAULT: root / "chat_template.jinja"}
     files |= {path.stem: path for path in sorted((root / TEMPLATE_DIRECTORY).glob("*.jinja"))}
     own = {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}
-    return own or found
+    return own or templates
 
 
 class ChatTemplate:

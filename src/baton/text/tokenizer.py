@@ -168,7 +168,7 @@ class Tokenizer:
 def _eos_token_ids(root: Path, special: Mapping[str, str], backend: tokenizers.Tokenizer | None) -> list[int]:
     """The end tokens of generation_config.json, config.json and the tokenizer: fine-tunes often change only one. Ids
     beyond the vocabulary are ignored."""
-    found: list[int] = []
+    end_ids: list[int] = []
     config = read_object(root / "config.json")
     for name, source in (
         ("generation_config.json", read_object(root / "generation_config.json")),
@@ -178,11 +178,11 @@ def _eos_token_ids(root: Path, special: Mapping[str, str], backend: tokenizers.T
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(number, int) and number >= 0 for number in ids):
             raise CheckpointError(f"{root / name}: eos_token_id is {value!r}, expected token ids")
-        found += ids
+        end_ids += ids
     number = backend.token_to_id(special["eos_token"]) if backend and "eos_token" in special else None
-    found += [] if number is None else [number]
+    end_ids += [] if number is None else [number]
     size = config.get("vocab_size")
-    last = size - 1 if isinstance(size, int) and not isinstance(size, bool) else max(found, default=0)
-    if beyond := sorted({number for number in found if number > last}):
+    last = size - 1 if isinstance(size, int) and not isinstance(size, bool) else max(end_ids, default=0)
+    if beyond := sorted({number for number in end_ids if number > last}):
         log.warning("%s: end tokens beyond the vocabulary of %s are ignored: %s", root, size, beyond)
-    return list(dict.fromkeys(number for number in found if number <= last))
+    return list(dict.fromkeys(number for number in end_ids if number <= last))

@@ -20,16 +20,16 @@ def word_tokens(words: tuple[str, ...], tokenizer: Tokenizer, vocab_size: int) -
     """
     if words and not tokenizer.vocab_size:
         raise RequestError("bad_words are not for an engine without a tokenizer", PARAM)
-    found: list[list[int]] = []
+    sequences: list[list[int]] = []
     for word in dict.fromkeys(words):
         plain, spaced = (tokenizer.encode(space + word.lstrip(), add_special_tokens=False) for space in ("", " "))
         if not plain:
             raise RequestError("bad_words must be at least one token each", PARAM)
-        found.append(plain)
+        sequences.append(plain)
         if len(spaced) == len(plain) and spaced[0] != plain[0]:
-            found.append(spaced)
-    if len(found) > MAX_BAD_WORDS:
-        raise RequestError(f"bad_words must be at most {MAX_BAD_WORDS} as tokens, these are {len(found)}", PARAM)
-    if any(token >= vocab_size for tokens in found for token in tokens):
+            sequences.append(spaced)
+    if len(sequences) > MAX_BAD_WORDS:
+        raise RequestError(f"bad_words must be at most {MAX_BAD_WORDS} as tokens, these are {len(sequences)}", PARAM)
+    if any(token >= vocab_size for tokens in sequences for token in tokens):
         raise RequestError("bad_words must be of tokens that the model has", PARAM)
-    return tuple(map(tuple, found))
+    return tuple(map(tuple, sequences))

@@ -26,10 +26,10 @@ class Acceptance:
 
     def since(self, before: Acceptance) -> Acceptance:
         pairs = zip_longest(self.accepted, before.accepted, fillvalue=0)
-        found = Acceptance(self.num_drafts - before.num_drafts, tuple(a - b for a, b in pairs))
-        if min(found.num_drafts, *found.accepted, 0) < 0:
+        increase = Acceptance(self.num_drafts - before.num_drafts, tuple(a - b for a, b in pairs))
+        if min(increase.num_drafts, *increase.accepted, 0) < 0:
             raise ProtocolError("the counters went back: an engine was restarted")
-        return found
+        return increase
 
     @property
     def rates(self) -> list[float]:

@@ -68,13 +68,13 @@ class Bounds:
     def check(self, want: Answers, have: Answers) -> AcceptanceCheck:
         """Compare counters, or else the answers."""
         reference, candidate = of_answers(want.observed), of_answers(have.observed)
-        found = check_acceptance(want.counters, have.counters, self.acceptance, self.acceptance_required)
-        if found.compared or self.acceptance_required:
-            return found
+        check = check_acceptance(want.counters, have.counters, self.acceptance, self.acceptance_required)
+        if check.compared or self.acceptance_required:
+            return check
         if reference is not None and candidate is not None:
             return check_acceptance(reference, candidate, self.acceptance, required=False)
         if self.servers:
-            return found
+            return check
         # An engine started by verify that reports no verifications does not draft. Other modes are compared with the
         # reference's counters.
         return AcceptanceCheck(reference if isinstance(want.counters, str) else want.counters, candidate)

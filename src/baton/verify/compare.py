@@ -82,8 +82,8 @@ def of_answers(observed: Sequence[Observed]) -> Acceptance | None:
 
 
 def acceptance_rates(observed: Sequence[Observed]) -> list[float]:
-    found = of_answers(observed)
-    return found.rates if found else []
+    acceptance = of_answers(observed)
+    return acceptance.rates if acceptance else []
 
 
 def _first_difference(want: Observed, have: Observed, tolerance: float | None) -> str | None:

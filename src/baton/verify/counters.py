@@ -55,23 +55,23 @@ async def read_counters(client: OpenAIClient, urls: Sequence[str]) -> Acceptance
     total = Acceptance(0, ())
     for url in urls:
         try:
-            found = count_drafts(await client.samples(url))
+            counts = count_drafts(await client.samples(url))
         except ProtocolError as error:
             raise ProtocolError(f"{url}: {error}") from None
-        if found is None:
+        if counts is None:
             raise EngineUnavailableError(f"{url} has no counters of speculative decoding ({_DRAFTS})")
-        total = total + found
+        total = total + counts
     return total
 
 
 async def read_settled(client: OpenAIClient, urls: Sequence[str]) -> Acceptance:
     """Waits until the counters stop changing: an engine may count its last step after the answer."""
-    found = await read_counters(client, urls)
+    counts = await read_counters(client, urls)
     for _ in range(_POLLS):
         await asyncio.sleep(_POLL_S)
-        before, found = found, await read_counters(client, urls)
-        if found == before:
-            return found
+        before, counts = counts, await read_counters(client, urls)
+        if counts == before:
+            return counts
     raise ProtocolError("the counters do not stand still: the engines have other requests")
 
 

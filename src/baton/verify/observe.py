@@ -76,8 +76,8 @@ def next_turns(cases: Sequence[Case], answers: Sequence[Observed]) -> list[Case]
     turns = []
     for case, answer in zip(cases, answers, strict=True):
         if answer.error is None:
-            asked = case.prompt_token_ids[:_NEXT_TOKENS]
-            turns.append(Case((*case.prompt_token_ids, *answer.token_ids, *asked), case.params))
+            repeated = case.prompt_token_ids[:_NEXT_TOKENS]
+            turns.append(Case((*case.prompt_token_ids, *answer.token_ids, *repeated), case.params))
     return turns
 
 
@@ -214,8 +214,8 @@ def _top(logprobs: Logprobs | None, num_tokens: int) -> tuple[dict[int, float], 
         return None
     if len(logprobs.top_logprobs) != num_tokens:
         raise ProtocolError(f"the server sent top_logprobs of {len(logprobs.top_logprobs)} for {num_tokens} tokens")
-    found = []
+    tops = []
     for entry in logprobs.top_logprobs:
         ids = {token_id(name): value for name, value in (entry or {}).items()}
-        found.append({token: value for token, value in ids.items() if token is not None})
-    return tuple(found)
+        tops.append({token: value for token, value in ids.items() if token is not None})
+    return tuple(tops)

@@ -86,10 +86,10 @@ def _lines(field: str, path: str) -> Iterator[tuple[str, str]]:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(field, f"{path}: {error}") from None
-    found = [(f"{path}, line {n}", line.removesuffix("\r")) for n, line in enumerate(lines, 1) if line.strip()]
-    if not 0 < len(found) <= MAX_PROMPTS:
-        raise ConfigError(field, f"{path} must hold 1 to {MAX_PROMPTS} prompts, got {len(found)}")
-    yield from found
+    numbered = [(f"{path}, line {n}", line.removesuffix("\r")) for n, line in enumerate(lines, 1) if line.strip()]
+    if not 0 < len(numbered) <= MAX_PROMPTS:
+        raise ConfigError(field, f"{path} must hold 1 to {MAX_PROMPTS} prompts, got {len(numbered)}")
+    yield from numbered
 
 
 def _parse(field: str, line: str, where: str, kind: type[T] | Any) -> T | Any:

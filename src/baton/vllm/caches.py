@@ -73,11 +73,11 @@ def state_parts(config: Any, layers: Iterable[str]) -> dict[str, tuple[StatePart
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
-    rank, found = worker_heads(config).rank, {}
+    rank, layouts = worker_heads(config).rank, {}
     for layer in layers:
         module = config.compilation_config.static_forward_context[layer]
         if isinstance(module, MambaMixer2) and not module.use_replayssm:
-            found[layer] = Mamba2State(
+            layouts[layer] = Mamba2State(
                 rank=rank,
                 shapes=module.get_state_shape(),
                 dtypes=module.get_state_dtype(),
@@ -88,14 +88,14 @@ def state_parts(config: Any, layers: Iterable[str]) -> dict[str, tuple[StatePart
                 channels_first=is_conv_state_dim_first(),
             ).parts()
         elif type(module).__name__ == _DELTA_NET:
-            found[layer] = DeltaState(
+            layouts[layer] = DeltaState(
                 rank=rank,
                 shapes=module.get_state_shape(),
                 dtypes=module.get_state_dtype(),
                 key_channels=module.key_dim // module.tp_size,
                 channels_first=is_conv_state_dim_first(),
             ).parts()
-    return found
+    return layouts
 
 
 def layout_name(config: Any, layer: str) -> str:

@@ -245,10 +245,10 @@ def worker_heads(config: Any) -> WorkerHeads:
 
 def eos_token_ids(config: Any) -> list[int]:
     """The ids of the generation config, else of the model's."""
-    found = config.model_config.try_get_generation_config().get("eos_token_id")
-    if found is None:
-        found = getattr(config.model_config.hf_text_config, "eos_token_id", None)
-    return [] if found is None else [found] if isinstance(found, int) else list(found)
+    ids = config.model_config.try_get_generation_config().get("eos_token_id")
+    if ids is None:
+        ids = getattr(config.model_config.hf_text_config, "eos_token_id", None)
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
 def num_speculative_tokens(config: Any) -> int:
@@ -261,12 +261,12 @@ def sampling_defaults(config: Any) -> SamplingDefaults:
     Raises `ConfigError`.
     """
     model = config.model_config
-    found = model.get_diff_sampling_param()
+    defaults = model.get_diff_sampling_param()
     # As in vLLM's `get_max_tokens`: an operator's `max_tokens` limits every request.
     own = model.generation_config not in ("auto", "vllm")
-    limit = found.get("max_tokens") if own else model.override_generation_config.get("max_new_tokens")
+    limit = defaults.get("max_tokens") if own else model.override_generation_config.get("max_new_tokens")
     try:
-        return msgspec.convert({**found, "limit": limit}, SamplingDefaults)
+        return msgspec.convert({**defaults, "limit": limit}, SamplingDefaults)
     except msgspec.ValidationError as error:
         raise ConfigError("generation_config", str(error)) from None
 

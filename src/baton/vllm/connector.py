@@ -79,10 +79,10 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         compat.check_config(vllm_config)
         self._transfer = vllm_config.kv_transfer_config
-        asked = read_config(self._transfer.kv_connector_extra_config)
-        compat.stream_of(vllm_config, asked.kv_stream)
-        first_step = compat.first_step_of(vllm_config, asked.first_step)
-        self._config = msgspec.structs.replace(asked, first_step=first_step)
+        settings = read_config(self._transfer.kv_connector_extra_config)
+        compat.stream_of(vllm_config, settings.kv_stream)
+        first_step = compat.first_step_of(vllm_config, settings.first_step)
+        self._config = msgspec.structs.replace(settings, first_step=first_step)
         self._skips_drafts = compat.may_skip_drafts(vllm_config)
         self._sleeps_when_idle = compat.sleeps_when_idle(vllm_config)
         self._version = version
@@ -176,11 +176,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             return None
         new = {name: count - self._reported.get(name, 0) for name, count in counts.items()}
-        found = {name: count for name, count in new.items() if count}
-        if not found:
+        reported = {name: count for name, count in new.items() if count}
+        if not reported:
             return None
         self._reported = dict(counts)
-        return BatonStats(data=found)
+        return BatonStats(data=reported)
 
     def build_connector_worker_meta(self) -> BatonWorkerMetadata | None:
         """Admitted decode legs and first tokens, for the scheduler; None without."""
@@ -203,13 +203,13 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._take_identities(metadata.values())
 
     def _take_identities(self, handshakes: Iterable[BatonHandshake]) -> None:
-        found = sorted(handshakes, key=lambda each: each.rank)
-        addresses = [(each.rank, each.identity.control_addresses[0]) for each in found]
+        by_rank = sorted(handshakes, key=lambda each: each.rank)
+        addresses = [(each.rank, each.identity.control_addresses[0]) for each in by_rank]
         size = self._vllm_config.parallel_config.world_size
         joined = joined_addresses(addresses, size)
         alone = size == 1 and not compat.zeroes_before_preemptions(self._vllm_config)
-        worker = _BY_INCARNATION.get(found[0].identity.incarnation) if alone else None
-        identity = msgspec.structs.replace(found[0].identity, control_addresses=joined)
+        worker = _BY_INCARNATION.get(by_rank[0].identity.incarnation) if alone else None
+        identity = msgspec.structs.replace(by_rank[0].identity, control_addresses=joined)
         tables = caches.split_cache_groups(self._kv_cache_config)
         self._scheduler = SchedulerSide(
             identity,
@@ -218,7 +218,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             self._pool,
             verify_first=self._config.first_step == "verify",
             close_now=None if worker is None else worker.close_now,
-            window_tile=min(each.window_tile for each in found),
+            window_tile=min(each.window_tile for each in by_rank),
         )
 
     def on_new_request(self, request: Any) -> None:

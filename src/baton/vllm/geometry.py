@@ -69,12 +69,12 @@ class CacheLayout:
 
     def kernel_tables(self, tables: Sequence[Sequence[int]]) -> dict[str, list[int]]:
         """By group, from vLLM's block tables."""
-        made: dict[str, list[int]] = {}
+        by_group: dict[str, list[int]] = {}
         shared = self.shared_tables
         for group in self.groups:
-            if (name := shared[group.name]) not in made:
-                made[name] = kernel_pages(tables[group.table], self.blocks_per_page[group.name])
-        return {group: made[name] for group, name in shared.items()}
+            if (name := shared[group.name]) not in by_group:
+                by_group[name] = kernel_pages(tables[group.table], self.blocks_per_page[group.name])
+        return {group: by_group[name] for group, name in shared.items()}
 
 
 def describe_caches(

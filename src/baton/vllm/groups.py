@@ -71,13 +71,13 @@ class PartialBlocks:
     def allocated(self, request_id: str, num_tokens: int, hit: int, tables: Sequence[Sequence[int]]) -> None:
         """Record the blocks that a request of `num_tokens` tokens receives in part. `hit`: tokens found in the prefix
         cache. `tables`: its block tables."""
-        found = set()
+        partial = set()
         for cache in self._windows:
             first = cache.first_needed(num_tokens) // self._tile * self._tile
             if first > hit and first % cache.block_size:
-                found.add(tables[cache.table][first // cache.block_size])
-        if found:
-            self._coming[request_id] = found
+                partial.add(tables[cache.table][first // cache.block_size])
+        if partial:
+            self._coming[request_id] = partial
 
     def received(self, request_id: str, failed: bool) -> None:
         blocks = self._coming.pop(request_id, None)
@@ -140,10 +140,10 @@ class LayerGroup:
 
 def layer_index(layer: str) -> int:
     """7 of `model.layers.7.self_attn.attn`. Raises `ConfigError` if none."""
-    found = _INTEGER.findall(layer)
-    if not found:
+    numbers = _INTEGER.findall(layer)
+    if not numbers:
         raise ConfigError("model", f"layer {layer!r} has no number")
-    return int(found[0])
+    return int(numbers[0])
 
 
 def is_draft(layer: str, num_target_layers: int) -> bool:

@@ -20,7 +20,7 @@ Scales = dict[str, dict[int, tuple[float, float, float, float]]]
 
 def worker_scales(modules: Mapping[str, Any], layout: CacheLayout) -> bytes:
     """`Scales` in msgpack. `modules`: vLLM's attention layers, by name."""
-    found: Scales = {}
+    scales: Scales = {}
     for group in layout.groups:
         plane = layout.geometries[group.name].geometry.planes[0]
         for layer in group.layers:
@@ -32,21 +32,23 @@ def worker_scales(modules: Mapping[str, Any], layout: CacheLayout) -> bytes:
                 scale.detach().float().cpu().flatten().expand(plane.num_heads).tolist()
                 for scale in (module._k_scale, module._v_scale)
             )
-            found[layer] = {
+            scales[layer] = {
                 plane.first_head + head: (*numbers, *own) for head, own in enumerate(zip(keys, values, strict=True))
             }
-    return msgspec.msgpack.encode(found)
+    return msgspec.msgpack.encode(scales)
 
 
 def describe_scales(workers: Iterable[bytes]) -> str:
     """The least and the greatest scale, and a digest of all by head; "none" without a quantized layer."""
-    found: dict[str, dict[int, set[tuple[float, float, float, float]]]] = {}
+    by_layer: dict[str, dict[int, set[tuple[float, float, float, float]]]] = {}
     for worker in workers:
         for layer, heads in msgspec.msgpack.decode(worker, type=Scales).items():
             for head, scales in heads.items():
-                found.setdefault(layer, {}).setdefault(head, set()).add(scales)
-    every = [scale for heads in found.values() for each in heads.values() for scales in each for scale in scales]
+                by_layer.setdefault(layer, {}).setdefault(head, set()).add(scales)
+    every = [scale for heads in by_layer.values() for each in heads.values() for scales in each for scale in scales]
     if not every:
         return "none"
-    text = repr([(layer, head, sorted(found[layer][head])) for layer in sorted(found) for head in sorted(found[layer])])
+    text = repr(
+        [(layer, head, sorted(by_layer[layer][head])) for layer in sorted(by_layer) for head in sorted(by_layer[layer])]
+    )
     return f"{min(every):.4g} to {max(every):.4g} ({hashlib.blake2b(text.encode(), digest_size=8).hexdigest()})"

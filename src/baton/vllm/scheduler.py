@@ -324,8 +324,8 @@ class SchedulerSide:
         decode = self._decodes.pop(request.request_id, None)
         if decode is not None:
             self._step.aborted.append(decode.ticket.key)
-        found = self._prefixes.pop(request.request_id, None)
-        return False, None if found is None else {BATON_PARAM: msgspec.to_builtins(VllmPrefix(found))}
+        num_found = self._prefixes.pop(request.request_id, None)
+        return False, None if num_found is None else {BATON_PARAM: msgspec.to_builtins(VllmPrefix(num_found))}
 
     def take_step(self) -> StepNews:
         step, self._step = self._step, StepNews()

@@ -81,8 +81,8 @@ def handoff_command(
     rows = [
         dataclasses.asdict(f) for f in measure_handoffs(modelled, topology, pace, lengths, orders, options.num_iters)
     ]
-    asked = dataclasses.asdict(kv) | dataclasses.asdict(options)
-    _write_result({**asked, "handoffs": rows}, rows, output_json, json_)
+    settings = dataclasses.asdict(kv) | dataclasses.asdict(options)
+    _write_result({**settings, "handoffs": rows}, rows, output_json, json_)
 
 
 def transport_command(

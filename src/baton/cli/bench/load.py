@@ -48,7 +48,7 @@ def load_command(
     from baton.bench.picture import check_picture, draw_sweep
 
     rates = _check(traffic, report)
-    asked = ReportedFigures(
+    reported = ReportedFigures(
         parse_metrics(report.percentile_metrics),
         parse_percentiles(report.metric_percentiles),
         parse_goodput(report.goodput),
@@ -57,7 +57,7 @@ def load_command(
         _hand_to(tool, target, dataset, traffic, report, json_output)
     if report.plot is not None:
         check_picture(report.plot)
-    results = [_measure(target, _sized(dataset, one), one, report, asked, first=one is rates[0]) for one in rates]
+    results = [_measure(target, _sized(dataset, one), one, report, reported, first=one is rates[0]) for one in rates]
     shown = [{name: value for name, value in result.items() if name not in _LISTS} for result in results]
     if json_output:
         print(json.dumps(shown[0] if traffic.sweep is None else {"sweep": shown}, indent=1))
@@ -164,8 +164,8 @@ async def _run(target: TargetOptions, dataset: DatasetOptions, traffic: TrafficO
     requests = prompts.make(dataset.num_prompts, vocabulary, random)
     due = arrival_times(dataset.num_prompts, traffic.request_rate, traffic.burstiness, random)
     load = Load(requests, due, traffic.max_concurrency, extra)
-    asked = target.served_model_name or name
-    return await run_load(url, load, asked, traffic.num_warmups, target.api_key), source
+    model = target.served_model_name or name
+    return await run_load(url, load, model, traffic.num_warmups, target.api_key), source
 
 
 def _local(root: str | None) -> str:

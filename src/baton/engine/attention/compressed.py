@@ -39,16 +39,16 @@ def attend_window(parts: Mapping[str, PagedLatents], rows: WindowRows) -> Tensor
         seen = AttnBatch(batch.query_start, num_entries - 1, parts[ENTRY].batch.page_table)
         entries = parts[ENTRY].by_entries(compressed.rate, seen)
         if compressed.index is not None:
-            found = _best(parts[INDEX], compressed.rate, seen, compressed.index)
-            chosen = dict(zip(found.rows.tolist(), found.positions, strict=True))
+            best = _best(parts[INDEX], compressed.rate, seen, compressed.index)
+            chosen = dict(zip(best.rows.tolist(), best.positions, strict=True))
     q = _with_sinks(rows)
     outs = []
     for begin in range(0, len(owner), _ROW_BLOCK):
-        some = range(begin, min(begin + _ROW_BLOCK, len(owner)))
-        in_window = [np.arange(first[t], batch.positions[t] + 1) for t in some]
-        of_entries = [chosen[t] if t in chosen else np.arange(num_entries[t]) for t in some]
-        kept, lengths = _side_by_side(tokens, entries, owner[some.start : some.stop], in_window, of_entries, q.dtype)
-        outs.append(attend_own(kept, lengths, q[some.start : some.stop], rows.kept_TD.shape[1], rows.scale))
+        block = range(begin, min(begin + _ROW_BLOCK, len(owner)))
+        in_window = [np.arange(first[t], batch.positions[t] + 1) for t in block]
+        of_entries = [chosen[t] if t in chosen else np.arange(num_entries[t]) for t in block]
+        kept, lengths = _side_by_side(tokens, entries, owner[block.start : block.stop], in_window, of_entries, q.dtype)
+        outs.append(attend_own(kept, lengths, q[block.start : block.stop], rows.kept_TD.shape[1], rows.scale))
     return torch.cat(outs) if outs else torch.empty_like(rows.q_THD)
 
 
@@ -81,8 +81,8 @@ def _side_by_side(
             continue
         row = np.repeat(np.arange(len(owner)), counts)
         place = np.concatenate([begin + np.arange(count) for begin, count in zip(before, counts, strict=True)])
-        found = source.kept_at(owner[row], np.concatenate(positions))
-        kept[torch.from_numpy(row).to(device), torch.from_numpy(place).to(device), :size] = found[:, :size].to(dtype)
+        gathered = source.kept_at(owner[row], np.concatenate(positions))
+        kept[torch.from_numpy(row).to(device), torch.from_numpy(place).to(device), :size] = gathered[:, :size].to(dtype)
     return kept, lengths
 
 
@@ -118,13 +118,13 @@ def _write_entries(parts: Mapping[str, PagedLatents], compressed: Compressed) ->
     if not numbers:
         return
     at = np.array(numbers, dtype=np.int64)
-    made = compressed.compress(windows, torch.from_numpy(at).to(opened.planes[0].device))
+    made_entries = compressed.compress(windows, torch.from_numpy(at).to(opened.planes[0].device))
     for name in (ENTRY, INDEX):
         if name in parts:
             written = AttnBatch(np.array(query_start, dtype=np.int32), at, parts[name].batch.page_table)
             entries = parts[name].by_entries(rate, written)
             width = entries.planes[0].shape[-1]
-            entries.write(F.pad(made[name], (0, width - made[name].shape[-1])))
+            entries.write(F.pad(made_entries[name], (0, width - made_entries[name].shape[-1])))
 
 
 def _best(part: PagedLatents, rate: int, seen: AttnBatch, index: IndexRows) -> Chosen:

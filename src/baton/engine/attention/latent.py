@@ -97,8 +97,8 @@ class PagedLatentAttention(PagedLatents):
             out[at] = self._to_all(_with_rows(self.batch, is_dense), q_THD[at], latent_dim, scale, heads)
         at = torch.from_numpy(chosen.rows).to(self._device)
         q_NHW = q_THD[at] if heads is None else heads.absorb(q_THD[at])
-        made = self._to_chosen(q_NHW, chosen, latent_dim, scale)
-        out[at] = made if heads is None else heads.values(made)
+        sums = self._to_chosen(q_NHW, chosen, latent_dim, scale)
+        out[at] = sums if heads is None else heads.values(sums)
         return out
 
     def _to_chosen(self, q_NHW: Tensor, chosen: Chosen, latent_dim: int, scale: float) -> Tensor:

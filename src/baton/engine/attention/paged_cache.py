@@ -102,10 +102,10 @@ class PagedCache:
         return out
 
     def regions(self) -> KVRegions | None:
-        found = self._layers.in_place
-        if found is None or self._written is not None or not isinstance(self._backend, PagedCpuBackend):
+        in_place = self._layers.in_place
+        if in_place is None or self._written is not None or not isinstance(self._backend, PagedCpuBackend):
             return None
-        groups, layers = found
+        groups, layers = in_place
         batches = {name: BatchAddresses.of(self._batches[name]) for name in groups}
         regions = tuple(KVRegion(kv, batches[name].arrays[2]) for name, kv in groups.items())
         positions, query_start, _ = next(iter(batches.values())).arrays

@@ -29,20 +29,20 @@ def choose_keys(plane: Tensor, layer: int, batch: AttnBatch, rows: IndexRows) ->
         latents.write(rows.k_TD)
     on_cpu = supports(plane.device, plane.dtype) and rows.q_THD.device.type == "cpu"
     scores = _scores_cpu if on_cpu else _scores
-    found: list[np.ndarray] = []
+    chosen: list[np.ndarray] = []
     indices: list[np.ndarray] = []
     for r, start, stop in latents.requests(batch):
         first = start + int(np.searchsorted(batch.positions[start:stop], rows.top_k))
         for begin in range(first, stop, _ROW_BLOCK):
-            some = slice(begin, min(begin + _ROW_BLOCK, stop))
-            positions = batch.positions[some]
-            made = scores(latents, plane[:, layer, :, 0], r, positions, rows.q_THD[some], rows.weights_TH[some])
-            best = [row[: p + 1].topk(rows.top_k).indices for row, p in zip(made, positions.tolist(), strict=True)]
-            found.append(torch.stack(best).sort(dim=1).values.cpu().numpy())
-            indices.append(np.arange(some.start, some.stop))
-    if not found:
+            block = slice(begin, min(begin + _ROW_BLOCK, stop))
+            positions = batch.positions[block]
+            tile = scores(latents, plane[:, layer, :, 0], r, positions, rows.q_THD[block], rows.weights_TH[block])
+            best = [row[: p + 1].topk(rows.top_k).indices for row, p in zip(tile, positions.tolist(), strict=True)]
+            chosen.append(torch.stack(best).sort(dim=1).values.cpu().numpy())
+            indices.append(np.arange(block.start, block.stop))
+    if not chosen:
         return Chosen(np.empty(0, np.int64), np.empty((0, rows.top_k), np.int64))
-    return Chosen(np.concatenate(indices).astype(np.int64), np.concatenate(found).astype(np.int64))
+    return Chosen(np.concatenate(indices).astype(np.int64), np.concatenate(chosen).astype(np.int64))
 
 
 def _scores_cpu(

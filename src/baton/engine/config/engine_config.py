@@ -90,8 +90,8 @@ class EngineConfig(ServingSettings):
             raise ConfigError("kv_transfer_config.prefix_store", "is for engines of one rank")
         if store is not None and not self.enable_prefix_caching:
             raise ConfigError("kv_transfer_config.prefix_store", "needs prefix caching, which is off")
-        told = self.kv_events_config.enabled
-        self._need(not told or self.enable_prefix_caching, "kv_events_config", "off without prefix caching")
+        publishes = self.kv_events_config.enabled
+        self._need(not publishes or self.enable_prefix_caching, "kv_events_config", "off without prefix caching")
         check_bind(transfer.control_bind, self.keys is not None)
 
     def sampling_defaults(self) -> SamplingDefaults:
@@ -110,9 +110,9 @@ class EngineConfig(ServingSettings):
             check_servable(head)
             spec = replace(spec, model=head, revision=None)
         name = self.served_model_name or (None if model == self.model else self.model)
-        found = replace(self, model=model, revision=None, speculative_config=spec, served_model_name=name)
-        found.sampling_defaults()
-        return found
+        config = replace(self, model=model, revision=None, speculative_config=spec, served_model_name=name)
+        config.sampling_defaults()
+        return config
 
     @property
     def num_ranks(self) -> int:

@@ -32,10 +32,10 @@ def parse_size(text: str, field: str = "kv_cache_memory") -> int:
 
     Raises `ConfigError` naming `field`.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)(?:i?B)?", text.strip())
-    if found is None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)(?:i?B)?", text.strip())
+    if match is None:
         raise ConfigError(field, f"must be bytes, or a size such as 512M or 2G, got {text!r}")
-    return int(float(found[1]) * _UNITS[found[2]]) if "." in found[1] else int(found[1]) * _UNITS[found[2]]
+    return int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
 
 
 def refuse_unknown(name: str, data: dict[str, Any], known: Collection[str]) -> None:

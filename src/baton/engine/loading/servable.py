@@ -57,9 +57,9 @@ def _problem(directory: Path, config: Mapping[str, Any]) -> str | None:
         files = fnmatch.filter(names, "*.gguf")
         if files:
             return f"{', '.join(files[:_SHOWN])}: {len(files)} GGUF files: name one of them as the model"
-        found = next((name for name in names if name.endswith(".pth")), None)
-        if found is not None:
-            return f"{found} is in pickles, which are not opened: serve the model's checkpoint in safetensors"
+        pickled = next((name for name in names if name.endswith(".pth")), None)
+        if pickled is not None:
+            return f"{pickled} is in pickles, which are not opened: serve the model's checkpoint in safetensors"
     if weights and not config and "params.json" in names:
         return f"{weights[0]} is in Mistral's own format, without a config.json: serve the one in Hugging Face's format"
     is_plain = not text_config(config).get("quantization_config")
@@ -86,9 +86,9 @@ def _of_config(config: Mapping[str, Any], names: list[str]) -> str | None:
     except CheckpointError as error:
         return f"{error}: {_FULL}"
     if not config.get("quantization_config"):
-        found = next((name for name in _QUANTIZED if name in names), None)
-        if found is not None:
-            return f"{found} is of quantized weights, which are not supported: {_FULL}"
+        file = next((name for name in _QUANTIZED if name in names), None)
+        if file is not None:
+            return f"{file} is of quantized weights, which are not supported: {_FULL}"
     if config.get("transformers_weights"):
         return "config.json: transformers_weights is not supported: serve weights in model.safetensors or an index"
     return None

@@ -65,7 +65,7 @@ def _device_plane(stream: Any, geometry: Geometry, plane: Plane, region: DeviceM
 
     def gather(layer: int, pages: NDArray[np.int64], heads: slice) -> memoryview:
         with torch.cuda.stream(stream):
-            found = view[layer][torch.from_numpy(pages).to(device)][:, :, heads]
-            return found.contiguous().cpu().view(-1).numpy().view(np.uint8).data
+            gathered = view[layer][torch.from_numpy(pages).to(device)][:, :, heads]
+            return gathered.contiguous().cpu().view(-1).numpy().view(np.uint8).data
 
     return gather

@@ -33,7 +33,7 @@ class DraftStates:
         row_of = query_start[:-1] - first  # the row of position 0
         place = np.full(len(self._start), -1)
         place[requests] = np.arange(len(requests))
-        found = {}
+        by_group = {}
         for name, slots in self._groups.items():
             read = np.where(first == start, slots.read[requests], _scratch(slots, requests, first - 1 - stop))
             at, row = place[slots.request], slots.num_tokens - 1
@@ -45,8 +45,8 @@ class DraftStates:
                 slots.write[passed],
             )
             order = np.argsort(rows := np.concatenate(kept))
-            found[name] = StateSlots(read, rows[order], np.concatenate(write)[order])
-        return found
+            by_group[name] = StateSlots(read, rows[order], np.concatenate(write)[order])
+        return by_group
 
     def left_out(self) -> Iterator[tuple[str, int, int]]:
         """Copies (group, source, destination) for requests whose last known row is beyond the drafter's context: the
@@ -65,5 +65,5 @@ class DraftStates:
 def _scratch(slots: DraftSlots, requests: IntArray, ahead: IntArray) -> IntArray:
     """The slot of the state `ahead` rows after the first draft's row; if negative, that of the last known row."""
     index = np.where(ahead < 0, 0, 1 + ahead % 2)
-    found: IntArray = slots.scratch[requests, np.minimum(index, slots.scratch.shape[1] - 1)]
-    return found
+    chosen: IntArray = slots.scratch[requests, np.minimum(index, slots.scratch.shape[1] - 1)]
+    return chosen

@@ -73,11 +73,11 @@ def parts_of(groups: Sequence[GroupSpec], config: EngineConfig, num_layers: int,
     """
     size, stages = config.tensor_parallel_size, config.pipeline_parallel_size
     stage, tensor_rank = divmod(rank, size)
-    layers, found = stage_layers(num_layers, stage, stages), []
+    layers, parts = stage_layers(num_layers, stage, stages), []
     for group in groups:
         if group.owner == "draft":
             if stage == 0:
-                found.append((group, (0,) * len(group.planes)))
+                parts.append((group, (0,) * len(group.planes)))
             continue
         own = tuple(layer for layer in group.layer_ids if layer in layers)
         if not own:
@@ -93,8 +93,8 @@ def parts_of(groups: Sequence[GroupSpec], config: EngineConfig, num_layers: int,
             for plane, share in zip(group.planes, shares, strict=True)
         )
         part = msgspec.structs.replace(group, layer_ids=own, planes=planes)
-        found.append((part, tuple(share.start for share in shares)))
-    return found
+        parts.append((part, tuple(share.start for share in shares)))
+    return parts
 
 
 def kv_memory(

@@ -57,7 +57,7 @@ def serve_orders(pipe: Connection) -> None:
     pipe.send_bytes(encode_message(Done()))
     pages = _next(pipe)
     assert isinstance(pages, Allocate)
-    kv = {group.name: _memory(group, pages, device) for group in groups}
+    kv = {group.name: _group_memory(group, pages, device) for group in groups}
     backend = get_backend(config.attention_backend, config.device)
     aux_layers = [] if drafts else pages.aux_layers
     executor = LocalExecutor(
@@ -85,7 +85,7 @@ def _next(pipe: Connection) -> Order:
     return decode_order(pipe.recv_bytes(MAX_MESSAGE_BYTES))
 
 
-def _memory(group: GroupSpec, pages: Allocate, device: torch.device) -> GroupMemory:
+def _group_memory(group: GroupSpec, pages: Allocate, device: torch.device) -> GroupMemory:
     num_pages = pages.num_pages[group.name]
     if pages.files is None:
         return GroupMemory.zeros(group, num_pages, device)

@@ -25,8 +25,8 @@ class DraftSampler:
     def __call__(self, logits_RV: Tensor, requests: IntArray, step: int, target_ids: Tensor | None) -> IntArray:
         if self._constrained is None:
             return self._choose(logits_RV, requests, step, target_ids)
-        some = [(row, self._constrained.bits(request)) for row, request in enumerate(requests.tolist())]
-        bits = {row: allowed for row, allowed in some if allowed is not None}
+        row_bits = [(row, self._constrained.bits(request)) for row, request in enumerate(requests.tolist())]
+        bits = {row: allowed for row, allowed in row_bits if allowed is not None}
         if bits:
             allowed_RV = unpack_masks(np.stack(list(bits.values())), logits_RV, self._vocab_size)
             allowed_RV = allowed_RV if target_ids is None else allowed_RV.index_select(1, target_ids)

@@ -17,9 +17,9 @@ def prompt_logprobs(logits_MV: Tensor, wanted: PromptLogprobRows) -> list[TokenL
     if len(not_finite):
         logits_MV = logits_MV.index_fill(0, torch.from_numpy(not_finite).to(logits_MV.device), 0.0)
     rows = logits_MV.float().cpu().numpy()
-    found: list[TokenLogprobs | None] = [
+    logprobs: list[TokenLogprobs | None] = [
         *token_logprobs(rows, wanted.token.tolist(), wanted.num_top.tolist(), ranks=True)
     ]
     for row in not_finite.tolist():
-        found[row] = None
-    return found
+        logprobs[row] = None
+    return logprobs

@@ -59,7 +59,7 @@ def _blocks(draft: IntArray, at_once: int) -> list[IntArray]:
 def _chosen(scores: Tensor, sampling: Sampling) -> IntArray:
     """Choices [S] from processed scores [S, V] of all rows of some requests; -1: not reached."""
     temperature = sampling.noise.temperature
-    found = np.full(len(temperature), -1, dtype=np.int64)
+    choices = np.full(len(temperature), -1, dtype=np.int64)
     # First rows of all requests, then second rows of those whose draft was chosen, and so on.
     current = np.flatnonzero(np.concatenate(([-1], sampling.draft[:-1])) < 0)
     cut = (sampling.top_p < 1.0) & (temperature > 0.0)
@@ -72,13 +72,13 @@ def _chosen(scores: Tensor, sampling: Sampling) -> IntArray:
             noisy += on_device(noise, scores)
         else:
             noisy.index_add_(0, on_device(drawn, scores), on_device(noise, scores))
-        found[current] = noisy.argmax(dim=-1).cpu().numpy()
+        choices[current] = noisy.argmax(dim=-1).cpu().numpy()
         if sampling.rejection:
             for row, own_noise in zip(current[drawn].tolist(), noise, strict=True):
                 if sampling.draft[row] >= 0:
-                    found[row] = _verified(scores[row].cpu().numpy(), sampling, row, own_noise)
-        current = current[found[current] == sampling.draft[current]] + 1
-    return found
+                    choices[row] = _verified(scores[row].cpu().numpy(), sampling, row, own_noise)
+        current = current[choices[current] == sampling.draft[current]] + 1
+    return choices
 
 
 def _verified(scores: FloatArray, sampling: Sampling, row: int, noise: FloatArray) -> int:

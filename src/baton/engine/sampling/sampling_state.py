@@ -65,9 +65,9 @@ class SamplingState:
         )
         self._allowed: Bits | None = None
         if params.allowed_token_ids is not None or self._bad_words:
-            some = np.full(vocab_size, params.allowed_token_ids is None, dtype=np.uint8)
-            some[list(params.allowed_token_ids or ())] = 1
-            self._allowed = np.packbits(some, bitorder="little")
+            mask = np.full(vocab_size, params.allowed_token_ids is None, dtype=np.uint8)
+            mask[list(params.allowed_token_ids or ())] = 1
+            self._allowed = np.packbits(mask, bitorder="little")
 
     def advance(self, token_ids: Sequence[int]) -> None:
         self.num_output += len(token_ids)
@@ -189,12 +189,12 @@ def _masks(asked: Sequence[SamplingRows]) -> Masks:
 
 
 def _entries(by_row: Sequence[ForTokens | None]) -> TokenValues:
-    rows = [row for row, some in enumerate(by_row) if some is not None]
-    some = [some for some in by_row if some is not None]
-    if not some:
+    rows = [row for row, present in enumerate(by_row) if present is not None]
+    present = [present for present in by_row if present is not None]
+    if not present:
         return TokenValues(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0))
     return TokenValues(
-        row=np.repeat(rows, [len(ids) for ids, _ in some]),
-        token=np.concatenate([ids for ids, _ in some]),
-        value=np.concatenate([values for _, values in some]),
+        row=np.repeat(rows, [len(ids) for ids, _ in present]),
+        token=np.concatenate([ids for ids, _ in present]),
+        value=np.concatenate([values for _, values in present]),
     )

@@ -72,5 +72,5 @@ class AcceptanceRates:
         hits = np.stack([none if own is None else own.hits for own in requests])
         tries = np.stack([none if own is None else own.tries for own in requests])
         rates = (hits + _OWN_WEIGHT * self._rates()) / (tries + _OWN_WEIGHT)
-        found: FloatArray = np.minimum(rates, _HIGHEST).cumprod(axis=1)
-        return found
+        survival: FloatArray = np.minimum(rates, _HIGHEST).cumprod(axis=1)
+        return survival

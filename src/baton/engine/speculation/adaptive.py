@@ -105,8 +105,8 @@ class AdaptiveDrafts:
     def choose(self, requests: Sequence[Request], most: Sequence[int]) -> IntArray:
         bounds = np.maximum(np.array(most, dtype=np.int64), 0)
         self._num_choices += 1
-        found = [self._chosen.get(request.request_id) for request in requests]
-        if self._num_choices % CHOOSE_EVERY == 0 or None in found:
+        chosen = [self._chosen.get(request.request_id) for request in requests]
+        if self._num_choices % CHOOSE_EVERY == 0 or None in chosen:
             counts = self._best(requests, bounds)
             if not counts.any():
                 self._trials.end()
@@ -114,7 +114,7 @@ class AdaptiveDrafts:
                 counts = np.zeros_like(counts)
             self._chosen = {request.request_id: k for request, k in zip(requests, counts.tolist(), strict=True)}
         else:
-            counts = np.array(found, dtype=np.int64)
+            counts = np.array(chosen, dtype=np.int64)
         if self._num_choices % PROBE_EVERY == 0:
             first, count = self._num_choices // PROBE_EVERY, -(-len(counts) // _PROBED_SHARE)
             counts[(first * count + np.arange(count)) % len(counts)] += 1

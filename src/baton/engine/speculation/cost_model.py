@@ -46,11 +46,11 @@ class LinearCost:
         old = self._coefficients
         inertia = _INERTIA * np.maximum(self._squares.diagonal(), 1e-12)
         squares, products = self._squares + np.diag(inertia), self._products + inertia * old
-        found = old.copy()
+        coefficients = old.copy()
         for _ in range(_SWEEPS):
             for i, row in enumerate(squares):
-                found[i] = max(0.0, found[i] + (products[i] - row @ found) / row[i])
-        self._coefficients = found
+                coefficients[i] = max(0.0, coefficients[i] + (products[i] - row @ coefficients) / row[i])
+        self._coefficients = coefficients
 
     def each(self) -> FloatArray:
         return self._coefficients / self._scales

@@ -38,14 +38,14 @@ class DeferredRows:
         joined = [self._joined(rows) for rows in draft_rows]
         oldest = min((rows.features[0].step for rows in joined), default=self._step)
         everything = self._step - oldest >= MOST_STEPS - 1
-        found = []
+        due = []
         for rows in joined:
             if everything or rows.num_drafts or rows.start < rows.request.prefill_len:
                 self._waiting.pop(rows.request, None)
-                found.append(rows)
+                due.append(rows)
             else:
                 self._waiting[rows.request] = rows
-        return found
+        return due
 
     def _joined(self, rows: DraftRows) -> DraftRows:
         before = self._waiting.get(rows.request)

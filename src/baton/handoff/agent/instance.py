@@ -133,19 +133,19 @@ class InstanceAgent(Agent):
         return PrefillLeg(ticket) if side == P else DecodeLeg(ticket)
 
     def _open_pairs(self, leg: _Leg, peer: Instance | None) -> None:
-        ticket, here = leg.ticket, self._instance
+        ticket, own = leg.ticket, self._instance
         named = ticket.decode_addresses if leg.side == P else ticket.prefill_addresses
         if peer is None or leg.gather is not None or leg.ended or len(named) != peer.num_ranks:
             return  # the ticket names other ranks: refused, as is the open pair
         key = ticket.key
         try:
-            here = here.only(peer.groups)  # drafters' KV that is not moved is not named by the peer
-            every = pairs_of(here, peer) if leg.side == P else pairs_of(peer, here)
+            own = own.only(peer.groups)  # drafters' KV that is not moved is not named by the peer
+            every = pairs_of(own, peer) if leg.side == P else pairs_of(peer, own)
         except IncompatiblePeerError:
             return  # the whole session is refused
-        leg.pairs = found = {pair: groups for pair, groups in every.items() if pair[leg.side] in self._agents}
-        leg.gather = PrefillGather(key, found) if leg.side == P else DecodeGather(key, found, peer.sampling)
-        for pair, groups in found.items():
+        leg.pairs = own_pairs = {pair: groups for pair, groups in every.items() if pair[leg.side] in self._agents}
+        leg.gather = PrefillGather(key, own_pairs) if leg.side == P else DecodeGather(key, own_pairs, peer.sampling)
+        for pair, groups in own_pairs.items():
             if pair != leg.lead:
                 self._to(pair, leg, self._opening(leg.ticket, leg.side))
             for event in leg.events.values():

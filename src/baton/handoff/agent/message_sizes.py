@@ -30,21 +30,21 @@ def message_bytes(
 
     It omits pieces that chunks cut: a message that is still too large fails its request.
     """
-    found: dict[str, int] = {}
+    table_bytes: dict[str, int] = {}
     others = _OTHER
     for group, rule in rules.items():
         geometry = geometries[group].geometry
         count = rule.num_pages(num_tokens, geometry.page_size)
         used = min(count, geometry.num_pages)
         size = used * _PAGE_ID + (count - used) * _NULL_PAGE
-        found[tables[group]] = max(found.get(tables[group], 0), size)
+        table_bytes[tables[group]] = max(table_bytes.get(tables[group], 0), size)
         others += 4 * len(group) + _GROUP
         if integrity != "off":
             pieces = -(-len(rule.wanted(num_tokens, 0)) // PIECE_TOKENS) + 1
             due = pieces if integrity == "full" else -(-pieces // SAMPLED_SHARE) + 1
             hashes = DIGEST_BYTES * len(cells_of(geometry))
             others += due * (_PIECE + hashes + (hashes > _SHORT))
-    return sum(found.values()) + others
+    return sum(table_bytes.values()) + others
 
 
 def check_messages(

@@ -90,14 +90,14 @@ class Operations(Generic[_Owner]):
 
         Raises `ProtocolError` if the source has nothing else to send: the destination would have a gap.
         """
-        here = dest.own.get(copy.group)
-        if here is not None:
+        geometry = dest.own.get(copy.group)
+        if geometry is not None:
             sources, pages = source.groups[copy.group], (copy.source_pages, copy.dest_pages)
             if copy.layers.start > max(layer for each in sources for layer in each.geometry.layer_ids):
                 return None  # the rest of an interval whose last layers are being copied
-            if copies := self._planner.plan(sources, here, *pages, copy.tokens, copy.layers, source.rank):
+            if copies := self._planner.plan(sources, geometry, *pages, copy.tokens, copy.layers, source.rank):
                 return copies
-            if copy.layers is not ALL_LAYERS and source.rank in senders(sources, here):
+            if copy.layers is not ALL_LAYERS and source.rank in senders(sources, geometry):
                 return None
         raise ProtocolError(f"rank {source.rank} has nothing for rank {dest.rank}")
 

@@ -50,9 +50,9 @@ class Registrations:
         return bool(self._held)
 
     def prefill(self, key: AttemptKey, ticket: SignedTicket) -> PrefillAttempt:
-        found = self._runner.prefills.get(key)
-        if found is not None:
-            return found
+        existing = self._runner.prefills.get(key)
+        if existing is not None:
+            return existing
         config = self._runner.config
         machine = PrefillHandoff(key, ticket.mode, ticket.text, self._groups, config.max_retries, config.integrity)
         attempt = self._runner.prefills.add(key, PrefillAttempt(self.expiry(ticket, "prefill"), machine=machine))

@@ -50,15 +50,15 @@ class _Factors:
 
 
 def columns_of(source_side: Geometry, dest_side: Geometry, boxes: Sequence[tuple[Box, TokenSegments]]) -> Int64Array:
-    found = [runs for box, segments in boxes for runs in _of_box(source_side, dest_side, box, segments)]
-    if len(found) == 1:
-        columns, is_clean = found[0]
+    parts = [runs for box, segments in boxes for runs in _of_box(source_side, dest_side, box, segments)]
+    if len(parts) == 1:
+        columns, is_clean = parts[0]
         return columns if is_clean else _coalesced(columns)
-    found.sort(key=lambda runs: int(runs[0][1, 0]))
-    columns = np.concatenate([runs[0] for runs in found], axis=1)
-    if not all(is_clean for _, is_clean in found):
+    parts.sort(key=lambda runs: int(runs[0][1, 0]))
+    columns = np.concatenate([runs[0] for runs in parts], axis=1)
+    if not all(is_clean for _, is_clean in parts):
         return _coalesced(columns)
-    pairs = [(before[:, -1], after[:, 0]) for (before, _), (after, _) in itertools.pairwise(found)]
+    pairs = [(before[:, -1], after[:, 0]) for (before, _), (after, _) in itertools.pairwise(parts)]
     apart = all(after[1] > before[1] and not _touch(after - before, before[2]).any() for before, after in pairs)
     return columns if apart else _coalesced(columns)
 

@@ -35,9 +35,9 @@ def share_tables(pages: Mapping[str, list[int]]) -> tuple[dict[str, list[int]], 
 
 def join_tables(tables: Mapping[str, list[int]], same: Mapping[str, str]) -> dict[str, list[int]]:
     """The inverse of `share_tables`. Raises `ProtocolError` for a group with two tables or none."""
-    found = dict(tables)
+    joined = dict(tables)
     for group, holder in same.items():
         if group in tables or holder not in tables:
             raise ProtocolError(f"group {group!r} cannot have the block table of group {holder!r}")
-        found[group] = tables[holder]
-    return found
+        joined[group] = tables[holder]
+    return joined

@@ -52,11 +52,11 @@ class DigestChecks:
         return self._without(digests, self._pieces)
 
     def _under_way(self) -> dict[str, dict[int, PieceDigest]]:
-        found: dict[str, dict[int, PieceDigest]] = {}
+        unproven: dict[str, dict[int, PieceDigest]] = {}
         for todo in self._checks.values():
             for group, pieces in todo.items():
-                found.setdefault(group, {}).update({piece.tokens.start: piece for piece in pieces})
-        return found
+                unproven.setdefault(group, {}).update({piece.tokens.start: piece for piece in pieces})
+        return unproven
 
     @staticmethod
     def _without(digests: Digests, known: Mapping[str, Mapping[int, PieceDigest]]) -> Digests:

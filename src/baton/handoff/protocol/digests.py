@@ -152,15 +152,15 @@ def share(sources: tuple[RankGeometry, ...], dest: RankGeometry, source: int) ->
     Raises `ProtocolError` if a piece would have more digests than a message may carry, and the errors of `assign`.
     """
     to = dest.geometry
-    found: list[Cell] = []
+    cells: list[Cell] = []
     for box in assign(sources, dest).get(source, ()):
         layers = to.layer_ids[box.dest_layer : box.dest_layer + box.num_layers]
         for index in range(box.plane, box.plane + box.num_planes):
             first = to.planes[index].first_head + box.dest_head
-            found += [(layer, index, first, first + box.num_heads) for layer in layers]
-    if len(found) > MAX_HASHES:
-        raise ProtocolError(f"group {to.group!r}: {len(found)} digests for each piece are more than {MAX_HASHES}")
-    return tuple(sorted(found))
+            cells += [(layer, index, first, first + box.num_heads) for layer in layers]
+    if len(cells) > MAX_HASHES:
+        raise ProtocolError(f"group {to.group!r}: {len(cells)} digests for each piece are more than {MAX_HASHES}")
+    return tuple(sorted(cells))
 
 
 def cut_into_pieces(tokens: Interval) -> Iterator[Interval]:
@@ -239,8 +239,8 @@ def find_mismatches(
         geometry = geometries[group].geometry
         cells = cells_of(geometry) if shares is None else shares[group]
         for run in _runs(expected):
-            found = digester.digests(group, pages[group], Interval(run[0].tokens.start, run[-1].tokens.stop), cells)
-            for want, got in zip(run, found, strict=True):
+            own = digester.digests(group, pages[group], Interval(run[0].tokens.start, run[-1].tokens.stop), cells)
+            for want, got in zip(run, own, strict=True):
                 if want != got:
                     wrong = [cell for index, cell in enumerate(cells) if _hash(want, index) != _hash(got, index)]
                     names = dict.fromkeys((layer, geometry.planes[plane].name) for layer, plane, *_ in wrong)

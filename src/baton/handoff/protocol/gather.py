@@ -27,14 +27,14 @@ def pairs(
     `sampling`: the source rank that has the seeds. If it sends no bytes, it gets a pair with the first destination
     rank.
     """
-    found: dict[Pair, set[str]] = {}
+    groups_of: dict[Pair, set[str]] = {}
     for group, ranks in sorted(dests.items()):
         for dest in ranks:
             for source in senders(sources[group], dest):
-                found.setdefault((source, dest.rank), set()).add(group)
-    if all(source != sampling for source, _ in found):
-        found[sampling, min((dest.rank for ranks in dests.values() for dest in ranks), default=0)] = set()
-    return {pair: frozenset(groups) for pair, groups in sorted(found.items())}
+                groups_of.setdefault((source, dest.rank), set()).add(group)
+    if all(source != sampling for source, _ in groups_of):
+        groups_of[sampling, min((dest.rank for ranks in dests.values() for dest in ranks), default=0)] = set()
+    return {pair: frozenset(groups) for pair, groups in sorted(groups_of.items())}
 
 
 LEAD: Pair = (0, 0)  # always present; its key is that of the whole attempt

@@ -83,9 +83,9 @@ class PrefillHandoff(PrefillState):
         raise AssertionError(f"{name} is in the table and has no handler")
 
     def _opened(self) -> list[ev.Action]:
-        told = self.released
+        was_released = self.released
         self._engine_step("opened")
-        if told:
+        if was_released:
             return [ev.Notify(ev.PrefillReleased(self.key, self.reason))]
         return self._advance()
 

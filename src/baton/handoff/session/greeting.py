@@ -51,12 +51,12 @@ class Greeting:
         Raises `IncompatiblePeerError`, and another `BatonError` for a HELLO that contradicts itself.
         """
         session.hello = hello
-        here = self.hello.instance
+        own = self.hello.instance
         if not compare_fingerprints(self._fields, {**hello.fingerprint, **geometry_fields(hello.instance.check())}):
-            here = here.only(target_groups(here))
+            own = own.only(target_groups(own))
             session.hello = msgspec.structs.replace(hello, instance=hello.instance.only(target_groups(hello.instance)))
-            session.groups = frozenset(here.groups)
-        session.pairs = self._pairs(here, session.hello.instance, dialled=session.connection.identity is None)
+            session.groups = frozenset(own.groups)
+        session.pairs = self._pairs(own, session.hello.instance, dialled=session.connection.identity is None)
 
     def _pairs(self, here: Instance, peer: Instance, dialled: bool) -> dict[Pair, frozenset[str]]:
         if self._gathered:

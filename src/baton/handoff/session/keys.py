@@ -53,7 +53,7 @@ def make_keys(directory: str | Path, engines: Sequence[str]) -> list[str]:
     if not str(directory):
         raise ConfigError("output", "is empty: it must be the name of a directory")
     root = Path(directory)
-    made = []
+    created = []
     try:
         own_directory(root, "output")
         (root / "secret").mkdir(mode=0o700, exist_ok=True)
@@ -66,10 +66,10 @@ def make_keys(directory: str | Path, engines: Sequence[str]) -> list[str]:
             # The public key first: an engine whose secret exists is always authorised.
             _write(root / "public" / f"{name}.pub", public, 0o644)
             _write(_secret_file(root, name), secret, 0o600)
-            made.append(name)
+            created.append(name)
     except OSError as error:
         raise ConfigError("output", f"cannot write keys to {root}: {error}") from error
-    return made
+    return created
 
 
 def public_names(directory: str | Path) -> set[str]:
@@ -163,11 +163,11 @@ class KeyRing:
             raise ConfigError("keys", f"cannot read {self._public_dir}: {error.strerror}") from error
         if stamp == self._stamp:
             return
-        found = {path.stem: _read(path, private=False) for path in files}
-        by_key = {key: name for name, key in found.items()}
-        if len(by_key) != len(found):
+        keys = {path.stem: _read(path, private=False) for path in files}
+        by_key = {key: name for name, key in keys.items()}
+        if len(by_key) != len(keys):
             raise ConfigError("keys", f"two engines in {self._public_dir} have the same key")
-        self._by_name, self._by_key, self._stamp = found, by_key, stamp
+        self._by_name, self._by_key, self._stamp = keys, by_key, stamp
 
 
 def check_bind(address: str, has_keys: bool) -> None:

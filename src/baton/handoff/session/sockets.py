@@ -195,12 +195,12 @@ class Channel:
                 return
             self.frames += 1
             try:
-                found = self._accept(parts) if accepted else self._answered(ready, parts)
+                received = self._accept(parts) if accepted else self._answered(ready, parts)
             except ProtocolError as error:
                 self.malformed += 1
                 log.warning("dropped a message: %s", error)
                 continue
-            yield from found
+            yield from received
 
     def _drain_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -126,7 +126,7 @@ def _parse(raw: RawConfig) -> V4Config:
             has_choice_bias=True,
             shared_size=inner * get_int(raw, "n_shared_experts", 1, minimum=0),
         ),
-        attention=_attention(raw, kinds, fields["head_dim"], fields["num_heads"], window, rotary_dim),
+        attention=_attention_specs(raw, kinds, fields["head_dim"], fields["num_heads"], window, rotary_dim),
         is_hashed=_hashed(raw, layers),
         streams=StreamSpec(
             get_int(raw, "hc_mult", 4),
@@ -191,7 +191,7 @@ def _ropes(raw: RawConfig, max_position: int) -> tuple[RopeSpec, RopeSpec]:
     return read_rope(local, {}, max_position), read_rope(far, {}, max_position)
 
 
-def _attention(
+def _attention_specs(
     raw: RawConfig, kinds: list[str], head_dim: int, num_heads: int, window: int, rotary_dim: int
 ) -> tuple[CompressedSpec, ...]:
     rates = raw.get("compress_rates") or {}

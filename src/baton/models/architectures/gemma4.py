@@ -143,8 +143,8 @@ def parse_gemma4(raw: RawConfig, num_shared: int) -> Gemma4Config:
     bias, softcap = get_bool(raw, "attention_bias"), raw.get("final_logit_softcapping")
     per_layer = get_int(raw, "hidden_size_per_layer_input", 256, minimum=0)
     if per_layer and get_int(raw, "vocab_size_per_layer_input", 262144) != fields["vocab_size"]:
-        found = raw.get("vocab_size_per_layer_input", 262144)
-        raise CheckpointError(f"config.json: vocab_size_per_layer_input is {found}, vocab_size {fields['vocab_size']}")
+        size = raw.get("vocab_size_per_layer_input", 262144)
+        raise CheckpointError(f"config.json: vocab_size_per_layer_input is {size}, vocab_size {fields['vocab_size']}")
     wide, first_shared = 1 + get_bool(raw, "use_double_wide_mlp"), layers - num_shared
     return Gemma4Config(
         **{

@@ -177,16 +177,16 @@ class CompressedAttention(nn.Module):
         compressor, indexer = self.compressor, self.indexer
         if compressor is None:
             return None
-        made: dict[str, Compressor] = {ENTRY: compressor}
+        compressors: dict[str, Compressor] = {ENTRY: compressor}
         if indexer is not None:
-            made[INDEX] = indexer.compressor
-        opened = [one.kv_gate(x) for one in made.values()]
+            compressors[INDEX] = indexer.compressor
+        opened = [one.kv_gate(x) for one in compressors.values()]
         widths = [part.shape[1] for part in opened]
 
         def compress(windows: Sequence[Tensor], numbers_N: Tensor) -> Mapping[str, Tensor]:
             at = self.rotary.at(numbers_N * self._spec.rate)
             parts = zip(*(torch.split(window, widths, dim=1) for window in windows), strict=True)
-            return {name: one.entries(part, at) for (name, one), part in zip(made.items(), parts, strict=True)}
+            return {name: one.entries(part, at) for (name, one), part in zip(compressors.items(), parts, strict=True)}
 
         overlap = self._spec.rate * self._spec.overlaps
         index = None if indexer is None else indexer.rows(x, low_rank, cos_sin)

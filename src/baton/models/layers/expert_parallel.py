@@ -96,10 +96,10 @@ class ExpertRanks:
             of_rank.append(theirs_TK.flatten())
         self._begin()
         answers, _ = self._round(number, dispatched, 0)
-        made = torch.empty(ids_TK.numel(), layer.width, dtype=layer.dtype, device=layer.device)
+        outputs = torch.empty(ids_TK.numel(), layer.width, dtype=layer.dtype, device=layer.device)
         for theirs, answer in zip(of_rank, answers, strict=True):
-            made[theirs] = answer
-        return made
+            outputs[theirs] = answer
+        return outputs
 
     def finish(self, word: int) -> list[int]:
         """Join rounds until all ranks have called `finish`; returns the `word` of each. Raises as `made` does."""
@@ -138,8 +138,8 @@ class ExpertRanks:
         if all(head[0] == _NO_LAYER for head in heads):
             return [], [head[1] for head in heads]
         received = self._dispatch(dispatched, heads)
-        made = self._compute(received, heads)
-        answers = self._combine(number, made, pairs)
+        outputs = self._compute(received, heads)
+        answers = self._combine(number, outputs, pairs)
         return answers, None
 
     def _dispatch(self, dispatched: Sequence[Dispatched], heads: Sequence[Sequence[int]]) -> dict[int, Dispatched]:
@@ -167,7 +167,7 @@ class ExpertRanks:
 
     def _compute(self, received: dict[int, Dispatched], heads: Sequence[Sequence[int]]) -> dict[int, Tensor]:
         """The outputs [P, W] of this rank's experts for each rank with rows."""
-        made: dict[int, Tensor] = {}
+        outputs: dict[int, Tensor] = {}
         for number in {heads[rank][0] for rank in received}:
             of_layer = {rank: one for rank, one in received.items() if heads[rank][0] == number}
             places, first = [], 0
@@ -179,8 +179,8 @@ class ExpertRanks:
             parts = torch.split(
                 self._layers[number].make(rows, torch.cat(places), experts), [len(each) for each in places]
             )
-            made |= zip(of_layer, parts, strict=True)
-        return made
+            outputs |= zip(of_layer, parts, strict=True)
+        return outputs
 
     def _combine(self, number: int, made: dict[int, Tensor], pairs: Sequence[int]) -> list[Tensor]:
         out, sizes = [_no_bytes()] * self.size, [0] * self.size

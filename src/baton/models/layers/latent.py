@@ -39,12 +39,12 @@ class LatentProjection(nn.Module):
     def expand(self, kept_SW: Tensor) -> tuple[Tensor, Tensor]:
         latent, rope = kept_SW[:, : self._latent], kept_SW[:, self._latent :]
         if reads_next_row(self._latent, latent.dtype, latent.device):
-            made = isolate_non_finite(lambda rows: F.linear(rows, self.weight), latent)
+            expanded = isolate_non_finite(lambda rows: F.linear(rows, self.weight), latent)
         else:
-            made = F.linear(latent, self.weight)
-        made = made.view(len(kept_SW), self._num_heads, -1)
+            expanded = F.linear(latent, self.weight)
+        expanded = expanded.view(len(kept_SW), self._num_heads, -1)
         shared = rope[:, None].expand(-1, self._num_heads, -1)
-        return torch.cat((made[..., : self._nope], shared), dim=-1), made[..., self._nope :]
+        return torch.cat((expanded[..., : self._nope], shared), dim=-1), expanded[..., self._nope :]
 
     def absorb(self, q_THD: Tensor) -> Tensor:
         return torch.cat(

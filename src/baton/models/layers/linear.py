@@ -128,8 +128,8 @@ def small_gemm_matches(rows: int, columns: int, threads: int) -> bool:
     for bias in (None, weight[:, 0].contiguous()):
         expected = torch.cat([linear_product(block, blocked, bias) for block in torch.split(x, _REFERENCE_HEIGHT)])
         for height in (1, 2, 4, len(x)):
-            made = [small_gemm.multiply_packed(block, at, rows, bias) for block in torch.split(x, height)]
-            if not torch.equal(torch.cat(made), expected):
+            products = [small_gemm.multiply_packed(block, at, rows, bias) for block in torch.split(x, height)]
+            if not torch.equal(torch.cat(products), expected):
                 return False
     return True
 
@@ -254,8 +254,8 @@ class Linear(nn.Module):
         """
         bias = 0 if self.bias is None else self.bias.data_ptr()
         if self._int8 is not None:
-            found = self._int8.addresses
-            return None if found is None else (*found, bias)
+            addresses = self._int8.addresses
+            return None if addresses is None else (*addresses, bias)
         return None if self._address is None else (self._address, 0, bias)
 
     def forward(self, x: Tensor, adds_bias: bool = True) -> Tensor:

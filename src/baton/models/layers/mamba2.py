@@ -193,8 +193,8 @@ class Mamba2(nn.Module):
             return triton_mamba2(mixed, dt, (dt * rate).exp(), skip, ssm, sizes, where)
         outs, ssms = [], []
         for r, (start, stop) in enumerate(itertools.pairwise(rows.query_start.tolist())):
-            here = rows.kept[(rows.kept >= start) & (rows.kept < stop)] - start
-            kept = torch.from_numpy(here).to(projected.device)
+            kept_here = rows.kept[(rows.kept >= start) & (rows.kept < stop)] - start
+            kept = torch.from_numpy(kept_here).to(projected.device)
             x, b, c = torch.split(mixed[start:stop], list(spec.conv_sizes), dim=1)
             x = x.view(len(x), spec.num_heads, -1)
             per_head = spec.num_heads // spec.num_groups

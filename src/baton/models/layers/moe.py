@@ -118,10 +118,10 @@ class Experts(nn.ModuleList):
         """
         top_k = ids_TK.shape[1]
         if self._shared is not None:
-            made = self._shared.made(self._number, x, ids_TK)
+            outputs = self._shared.made(self._number, x, ids_TK)
         else:
-            made = run_experts(self._calls, ids_TK.flatten(), lambda order: x[order // top_k], self._width)
-        by_choice = made.view(len(x), top_k, -1)
+            outputs = run_experts(self._calls, ids_TK.flatten(), lambda order: x[order // top_k], self._width)
+        by_choice = outputs.view(len(x), top_k, -1)
         total = by_choice[:, 0].float() * weights_TK[:, :1]
         for k in range(1, top_k):
             total = total + by_choice[:, k].float() * weights_TK[:, k, None]
@@ -137,13 +137,13 @@ def run_experts(
     """
     order = experts_P.argsort(stable=True)
     chosen = rows(order)
-    made = torch.empty(len(order), width, dtype=chosen.dtype, device=chosen.device)
+    outputs = torch.empty(len(order), width, dtype=chosen.dtype, device=chosen.device)
     start = 0
     for expert, count in enumerate(torch.bincount(experts_P, minlength=len(experts)).tolist()):
         if count:
-            made[order[start : start + count]] = experts[expert](chosen[start : start + count])
+            outputs[order[start : start + count]] = experts[expert](chosen[start : start + count])
             start += count
-    return made
+    return outputs
 
 
 def _side_by_side(expert: nn.Module) -> ExpertCall:

@@ -44,8 +44,8 @@ def resolve_dtype(dtype: torch.dtype | str, raw: RawConfig) -> torch.dtype:
     """
     if isinstance(dtype, torch.dtype):
         return dtype
-    found = get_dtype(raw if dtype == "auto" else {"dtype": _ALIASES.get(dtype, dtype)})
-    if found is not torch.float16:
-        return found
+    resolved = get_dtype(raw if dtype == "auto" else {"dtype": _ALIASES.get(dtype, dtype)})
+    if resolved is not torch.float16:
+        return resolved
     logger.info("float16 is computed in float32, which takes twice its memory; bfloat16 takes as much as it")
     return torch.float32

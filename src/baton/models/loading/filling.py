@@ -214,8 +214,8 @@ class _Assignment:
 
 
 def _expert_of(name: str) -> str | None:
-    found = _EXPERT.match(name)
-    return found[1] if found else None
+    match = _EXPERT.match(name)
+    return match[1] if match else None
 
 
 class _Packer:

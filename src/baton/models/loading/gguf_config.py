@@ -136,15 +136,15 @@ class _Metadata:
             return self._llama3(head_dim)
         if kind not in ("linear", "yarn"):
             raise self._error(f"{self._architecture}.rope.scaling.type is {repr(kind)}, expected linear or yarn")
-        found = {"rope_type": kind, "factor": self._need("rope.scaling.factor")}
+        rope = {"rope_type": kind, "factor": self._need("rope.scaling.factor")}
         if kind == "yarn":
-            found["original_max_position_embeddings"] = self._need_int("rope.scaling.original_context_length")
+            rope["original_max_position_embeddings"] = self._need_int("rope.scaling.original_context_length")
         beside = {f"{self._architecture}.rope.scaling.{name}" for name in ("type", "factor", "finetuned")}
         beside.add(f"{self._architecture}.rope.scaling.original_context_length")
         for name in self._all:
             if name.startswith(f"{self._architecture}.rope.scaling.") and name not in beside:
                 raise self._error(f"{name} is not supported")
-        return found
+        return rope
 
     def _llama3(self, head_dim: int) -> dict[str, Any] | None:
         """Llama 3.1's rope scaling, from the stored factors of the wavelengths."""
@@ -167,18 +167,18 @@ class _Metadata:
 
     def _need_int(self, name: str, default: int | None = None) -> int:
         """Raises `CheckpointError` outside of [1, `MAX_SIZE`]."""
-        found = self._need(name, default)
-        if type(found) is int and 1 <= found <= MAX_SIZE:
-            return found
-        raise self._error(f"{self._architecture}.{name} is {found}, expected an integer from 1 to {MAX_SIZE}")
+        value = self._need(name, default)
+        if type(value) is int and 1 <= value <= MAX_SIZE:
+            return value
+        raise self._error(f"{self._architecture}.{name} is {value}, expected an integer from 1 to {MAX_SIZE}")
 
     def _need(self, name: str, default: Any = None) -> Any:
-        found = self._get(name, default)
-        if isinstance(found, int | float):
-            return found
-        is_list = isinstance(found, list)
-        why = "differs between layers, which is not supported" if is_list else f"is {repr(found)}, no number"
-        raise self._error(f"{self._architecture}.{name} {'is missing' if found is None else why}")
+        value = self._get(name, default)
+        if isinstance(value, int | float):
+            return value
+        is_list = isinstance(value, list)
+        why = "differs between layers, which is not supported" if is_list else f"is {repr(value)}, no number"
+        raise self._error(f"{self._architecture}.{name} {'is missing' if value is None else why}")
 
     def _get(self, name: str, default: Any = None) -> Any:
         return self._all.get(f"{self._architecture}.{name}", default)
@@ -189,12 +189,12 @@ class _Metadata:
 
 def _llama3_factors(section: dict[str, Any], theta: float, head_dim: int) -> list[float]:
     """Source: llama.cpp's convert_hf_to_gguf.py, `generate_extra_tensors`."""
-    low, high, found = section["low_freq_factor"], section["high_freq_factor"], []
+    low, high, factors = section["low_freq_factor"], section["high_freq_factor"], []
     for i in range(0, head_dim, 2):
         turns = section["original_max_position_embeddings"] / (2 * math.pi * theta ** (i / head_dim))
         share = min(max((turns - low) / (high - low), 0.0), 1.0)
-        found.append(1 / ((1 - share) / section["factor"] + share))
-    return found
+        factors.append(1 / ((1 - share) / section["factor"] + share))
+    return factors
 
 
 def _are_close(one: float, other: float) -> bool:

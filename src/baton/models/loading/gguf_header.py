@@ -87,10 +87,10 @@ class _Reader:
     def _tensors(self, count: int, alignment: int) -> dict[str, GgufTensor]:
         import gguf
 
-        found: dict[str, GgufTensor] = {}
+        tensors: dict[str, GgufTensor] = {}
         size = os.stat(self._path).st_size
         for _ in range(count):
-            name = self._name(found)
+            name = self._name(tensors)
             (num_dims,) = self._numbers("I", 1)
             if num_dims > _MAX_DIMS:
                 raise ValueError(f"tensor {name} has {num_dims} dimensions")
@@ -102,17 +102,19 @@ class _Reader:
             numbers, num_bytes = sizes
             if not shape or not all(shape) or shape[-1] % numbers:
                 raise CheckpointError(f"{self._path}: tensor {name} of shape {list(shape)} has no whole blocks")
-            found[name] = GgufTensor(shape, kind, offset, prod(shape) // numbers * num_bytes)
+            tensors[name] = GgufTensor(shape, kind, offset, prod(shape) // numbers * num_bytes)
         begin = -(-self._at // alignment) * alignment
-        found = {name: GgufTensor(one.shape, one.kind, begin + one.start, one.num_bytes) for name, one in found.items()}
-        if (missing := max((one.start + one.num_bytes for one in found.values()), default=0) - size) > 0:
+        tensors = {
+            name: GgufTensor(one.shape, one.kind, begin + one.start, one.num_bytes) for name, one in tensors.items()
+        }
+        if (missing := max((one.start + one.num_bytes for one in tensors.values()), default=0) - size) > 0:
             raise CheckpointError(f"{self._path}: truncated, its last {missing} bytes are missing: download it again")
         end = begin
-        for name, one in sorted(found.items(), key=lambda item: item[1].start):
+        for name, one in sorted(tensors.items(), key=lambda item: item[1].start):
             if one.start < end:
                 raise CheckpointError(f"{self._path}: tensor {name} overlaps the one before it")
             end = one.start + one.num_bytes
-        return found
+        return tensors
 
     def _name(self, known: Mapping[str, object]) -> str:
         name = self._text(_MAX_NAME_BYTES)
@@ -150,13 +152,13 @@ class _Reader:
 
     def _texts(self, count: int) -> list[str]:
         """Without a call per text: a vocabulary and its merges are some 300,000."""
-        blob, at, length, found = self._blob, self._at, struct.Struct("<Q").unpack_from, []
+        blob, at, length, texts = self._blob, self._at, struct.Struct("<Q").unpack_from, []
         for _ in range(count):
             end = at + 8 + length(blob, at)[0]
             if end > self._end:
                 raise ValueError(f"a list of {count} texts ends beyond its end")
             if self._with_texts:
-                found.append(blob[at + 8 : end].decode())
+                texts.append(blob[at + 8 : end].decode())
             at = end
         self._at = at
-        return found
+        return texts

@@ -32,8 +32,8 @@ def model_name(stored: str) -> str | None:
     """The Hugging Face name, with `{}` for an expert's number if the tensor has all of a layer. None for unknown
     tensors.
     """
-    found = _OF_LAYER.fullmatch(stored)
-    if found is None:
+    match = _OF_LAYER.fullmatch(stored)
+    if match is None:
         return _OUTER.get(stored)
-    part = _LAYER.get(found[2])
-    return None if part is None else f"model.layers.{found[1]}.{part}.{found[3]}"
+    part = _LAYER.get(match[2])
+    return None if part is None else f"model.layers.{match[1]}.{part}.{match[3]}"

@@ -81,10 +81,10 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantization:
             raise _error(f"{name} is not supported")
     groups = config.get("config_groups")
     entries = list(groups.values()) if isinstance(groups, Mapping) else []
-    found = [entry.get("weights") for entry in entries if isinstance(entry, Mapping)]
-    if len(found) != 1 or not isinstance(found[0], Mapping):
+    sections = [entry.get("weights") for entry in entries if isinstance(entry, Mapping)]
+    if len(sections) != 1 or not isinstance(sections[0], Mapping):
         raise _error("config_groups must have one group, with weights")
-    weights, form = found[0], str(entries[0].get("format") or config.get("format"))
+    weights, form = sections[0], str(entries[0].get("format") or config.get("format"))
     numbers, order, block = str(weights.get("type", "int")).lower(), weights.get("actorder"), _shared(weights)
     is_ordered = order in (None, False) or str(order).lower() in ("weight", "static")
     has_zeros = not get_bool(weights, "symmetric", True)

@@ -63,8 +63,8 @@ class ScaledWeight:
         for name in (self._scale, *(("weight_zero_point",) if "weight_zero_point" in parts else ())):
             if parts[name].dim() > 2 or tuple(_in_two(parts[name]).shape) not in possible:
                 expected = " or ".join(str(list(shape)) for shape in possible)
-                found = f"{name} has shape {list(parts[name].shape)}, expected {expected}"
-                raise CheckpointError(f"{found} for a weight of {list(weight.shape)}")
+                problem = f"{name} has shape {list(parts[name].shape)}, expected {expected}"
+                raise CheckpointError(f"{problem} for a weight of {list(weight.shape)}")
         _check_floats(self._scale, parts[self._scale])
         return weight.shape
 
@@ -234,8 +234,8 @@ def _spread(part: Tensor, shape: torch.Size, block: ScaleBlock | None) -> Tensor
 
 def scheme_of(raw: RawConfig) -> Scheme | None:
     """None for unquantised weights. Raises `CheckpointError` naming what is unsupported."""
-    found = quantization_of(raw)
-    return None if found is None else _SCHEMES[found.form](found)
+    quantization = quantization_of(raw)
+    return None if quantization is None else _SCHEMES[quantization.form](quantization)
 
 
 _SCHEMES: dict[str, Callable[[Quantization], Scheme]] = {

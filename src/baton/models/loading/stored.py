@@ -101,14 +101,14 @@ def outline(file: Path, weights: Any, name: str) -> Tensor:
 
 def stored_tensors(path: str | Path) -> dict[str, Path]:
     """The file of each tensor. Raises `CheckpointError` for a tensor in two files."""
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for file in weight_files(path):
         with open_weights(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                if name in found:
-                    raise CheckpointError(f"{file}: tensor {name} is in {found[name].name} too")
-                found[name] = file
-    return found
+                if name in files:
+                    raise CheckpointError(f"{file}: tensor {name} is in {files[name].name} too")
+                files[name] = file
+    return files
 
 
 class StoredTensors:

@@ -15,8 +15,8 @@ LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 def layer_index(name: str) -> int | None:
     """A tensor's layer; None outside the layers."""
-    found = LAYER.match(name)
-    return int(found[1]) if found else None
+    match = LAYER.match(name)
+    return int(match[1]) if match else None
 
 
 def split_rows(name: str, tensor: Tensor, parts: Mapping[str, int]) -> Iterable[tuple[str, Tensor]]:

@@ -60,8 +60,8 @@ class OtlpSettings:
         if "tracecontext" not in [one.strip() for one in propagators.split(",")]:
             raise ConfigError("OTEL_PROPAGATORS", f"must contain tracecontext for the router, got {propagators!r}")
         compression = _of_traces(environment, "COMPRESSION").strip().lower() or "none"
-        found = next((known for known in _COMPRESSIONS if known == compression), None)
-        if found is None:
+        supported = next((known for known in _COMPRESSIONS if known == compression), None)
+        if supported is None:
             known = ", ".join(_COMPRESSIONS)
             raise ConfigError(_name_of(environment, "COMPRESSION"), f"must be one of {known}, got {compression!r}")
         named = {"service.name": environment.get("OTEL_SERVICE_NAME"), "service.version": __version__}
@@ -71,7 +71,7 @@ class OtlpSettings:
             headers={"User-Agent": f"baton/{__version__}", **_headers(environment)},
             resource=resource | {name: value for name, value in named.items() if value},
             timeout_s=_number(environment, _name_of(environment, "TIMEOUT"), _TIMEOUT_S),
-            compression=found,
+            compression=supported,
             certificate=_of_traces(environment, "CERTIFICATE") or None,
             client_certificate=_of_traces(environment, "CLIENT_CERTIFICATE") or None,
             client_key=_of_traces(environment, "CLIENT_KEY") or None,
@@ -114,11 +114,11 @@ def _pairs(text: str) -> dict[str, str]:
 
 
 def _headers(environment: Mapping[str, str]) -> dict[str, str]:
-    found = _pairs(_of_traces(environment, "HEADERS"))
-    for name, value in found.items():
+    headers = _pairs(_of_traces(environment, "HEADERS"))
+    for name, value in headers.items():
         if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
             raise ConfigError(_name_of(environment, "HEADERS"), f"has the header {name!r}, which HTTP does not allow")
-    return found
+    return headers
 
 
 def _number(environment: Mapping[str, str], name: str, default: float, least: float = 0.0) -> float:

@@ -36,8 +36,8 @@ class PerfettoFile:
         start, duration = span.start / 1e3, max(span.end - span.start, 0) / 1e3
         self._write({"ph": "X", "name": span.name, "ts": start, "dur": duration, "args": args, **common})
         for event in span.events:
-            told = {"ph": "i", "s": "t", "name": event.name, "ts": event.at / 1e3, "args": event.attributes}
-            self._write({**told, **common})
+            mark = {"ph": "i", "s": "t", "name": event.name, "ts": event.at / 1e3, "args": event.attributes}
+            self._write({**mark, **common})
 
     def close(self) -> None:
         if self._file is not None:

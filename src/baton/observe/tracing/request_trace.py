@@ -73,8 +73,8 @@ class RequestTrace:
         self.attempts += role == "decode"
         span = self._child(f"baton.{'local' if alone else role}_leg", now, self.root, "router")
         span.kind = "client"
-        told: dict[str, Value] = {"baton.engine": engine, "server.address": url}
-        span.attributes = {**told, "baton.attempt": max(self.attempts, 1)}
+        attributes: dict[str, Value] = {"baton.engine": engine, "server.address": url}
+        span.attributes = {**attributes, "baton.attempt": max(self.attempts, 1)}
         self.mode = mode
         leg = LegTrace(span, role, alone, now)
         self._legs[role] = leg
@@ -154,19 +154,19 @@ class RequestTrace:
     def _engine_spans(self, leg: LegTrace, now: float) -> None:
         """Queue and prefill of an engine that reported its times; they begin when the leg's request was sent. Not of
         vLLM's and SGLang's decode legs, whose queue includes the handoff."""
-        told = leg.timings
-        if told is None or told.started is None or told.sampled is None:
+        timings = leg.timings
+        if timings is None or timings.started is None or timings.sampled is None:
             return
-        if leg.role == "decode" and not leg.alone and not told.chunks:
+        if leg.role == "decode" and not leg.alone and not timings.chunks:
             return
-        started, sampled = (min(leg.began + since, now) for since in (told.started, told.sampled))
+        started, sampled = (min(leg.began + since, now) for since in (timings.started, timings.sampled))
         self._export(self._child("baton.queue", leg.began, leg.span, _engine(leg)), started)
         prefill = self._child("baton.prefill", started, leg.span, _engine(leg))
-        self._chunks(leg, prefill, told, sampled)
+        self._chunks(leg, prefill, timings, sampled)
         self._export(prefill, sampled)
         if self._scheduled is None:
             self._scheduled = started
-            self.root.attributes["gen_ai.latency.time_in_queue"] = told.started
+            self.root.attributes["gen_ai.latency.time_in_queue"] = timings.started
 
     def _chunks(self, leg: LegTrace, prefill: Span, told: LegTimings, sampled: float) -> None:
         if told.chunks:
@@ -181,23 +181,23 @@ class RequestTrace:
     def _handoff(self, leg: LegTrace, now: float) -> None:
         """The handoff on D, from REGISTER to COMMIT. If the engine does not report it (vLLM): from the prefill engine's
         token to the decode engine's."""
-        prefill, told = self._legs.get("prefill"), leg.timings
+        prefill, timings = self._legs.get("prefill"), leg.timings
         prefilled = None if prefill is None else prefill.first
         known, begin, end = False, leg.began if prefilled is None else prefilled, now
-        if told is not None and told.registered is not None and told.committed is not None:
+        if timings is not None and timings.registered is not None and timings.committed is not None:
             known = True
-            begin, end = min(leg.began + told.registered, now), min(leg.began + told.committed, now)
+            begin, end = min(leg.began + timings.registered, now), min(leg.began + timings.committed, now)
         span = self._child("baton.handoff", begin, leg.span, _engine(leg))
         span.links = [leg.span.span_id] if prefill is None else [prefill.span.span_id, leg.span.span_id]
         span.attributes = {"baton.handoff.mode": self.mode, "baton.handoff.estimated": not known}
-        if told is not None and known:
+        if timings is not None and known:
             for name in _EVENTS:
-                since = getattr(told, name)
+                since = getattr(timings, name)
                 if since is not None:
                     span.events.append(SpanEvent(name.replace("_", " "), self._ns(min(leg.began + since, now))))
-            span.attributes |= {"baton.handoff.bytes": told.num_bytes, "baton.handoff.runs": told.num_runs}
-            if told.integrity:
-                span.attributes["baton.handoff.integrity"] = told.integrity
+            span.attributes |= {"baton.handoff.bytes": timings.num_bytes, "baton.handoff.runs": timings.num_runs}
+            if timings.integrity:
+                span.attributes["baton.handoff.integrity"] = timings.integrity
         if prefilled is not None and end > begin:
             hidden = (min(max(prefilled, begin), end) - begin) / (end - begin)
             span.attributes["baton.handoff.hidden_share"] = hidden

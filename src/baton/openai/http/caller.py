@@ -61,9 +61,9 @@ CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)
 
 def request_id_of(headers: _Headers) -> str:
     """`X-Request-Id`, or a new id if that is missing or unfit for a response."""
-    asked = headers.get(REQUEST_ID, "")
-    usable = 0 < len(asked) <= _MAX_ID_CHARS and asked.isascii() and asked.isprintable()
-    return asked if usable else secrets.token_hex(16)
+    given = headers.get(REQUEST_ID, "")
+    usable = 0 < len(given) <= _MAX_ID_CHARS and given.isascii() and given.isprintable()
+    return given if usable else secrets.token_hex(16)
 
 
 def session_of(caller: Caller | None) -> str | None:
@@ -103,8 +103,8 @@ def _number(headers: _Headers, name: str) -> float | None:
 
 
 def session_in(headers: _Headers) -> str | None:
-    asked = headers.get(SESSION_ID, "")
-    return asked if 0 < len(asked) <= _MAX_TEXT_CHARS else None
+    given = headers.get(SESSION_ID, "")
+    return given if 0 < len(given) <= _MAX_TEXT_CHARS else None
 
 
 def note_user(fields: Mapping[str, msgspec.Raw]) -> None:

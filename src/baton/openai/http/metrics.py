@@ -122,10 +122,10 @@ class FrontMetrics:
         }
 
     def of_model(self, model: str) -> ModelMetrics:
-        found = self._models.get(model)
-        if found is None:
-            found = self._models[model] = ModelMetrics(self, model)
-        return found
+        metrics = self._models.get(model)
+        if metrics is None:
+            metrics = self._models[model] = ModelMetrics(self, model)
+        return metrics
 
     @property
     def num_output_tokens(self) -> int:

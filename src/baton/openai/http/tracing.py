@@ -40,8 +40,8 @@ TRACE: ContextVar[Trace | None] = ContextVar("trace", default=None)
 def trace_of(headers: _Headers) -> Trace | None:
     """The trace in request headers, or None. A `tracestate` that is too long or not printable ASCII is dropped."""
     parents = headers.getall(TRACEPARENT, [])
-    found = _PARENT.fullmatch(parents[0]) if len(parents) == 1 and len(parents[0]) <= _MAX_PARENT else None
-    if found is None or (found[1] == "00" and found[3] is not None):
+    match = _PARENT.fullmatch(parents[0]) if len(parents) == 1 and len(parents[0]) <= _MAX_PARENT else None
+    if match is None or (match[1] == "00" and match[3] is not None):
         return None
     state = ",".join(part for part in headers.getall(TRACESTATE, []) if part.strip())
     usable = 0 < len(state) <= _MAX_STATE and state.isascii() and state.isprintable()

@@ -25,8 +25,8 @@ class Blocks:
 
     def push(self, delta: Delta, parsed: bool) -> Iterator[Json]:
         """Events of the parser, else of the delta's text."""
-        found: list[ParsedEvent] = delta.events if parsed else [Content(delta.text)]
-        for event in found:
+        events: list[ParsedEvent] = delta.events if parsed else [Content(delta.text)]
+        for event in events:
             if isinstance(event, Content | Reasoning):
                 if event.text:
                     yield from self._text("text" if isinstance(event, Content) else "thinking", event.text)

@@ -110,15 +110,15 @@ def _add_user(messages: list[ChatMessage], blocks: list[Block], calls: set[str],
     """Puts tool results first, as separate messages."""
     parts: list[ContentPart] = []
     for index, block in enumerate(blocks):
-        here = f"{field}[{index}]"
+        name = f"{field}[{index}]"
         if block.type != "tool_result":
-            parts.append(ContentPart(type="text", text=_text(block, here)))
+            parts.append(ContentPart(type="text", text=_text(block, name)))
             continue
         if block.tool_use_id not in calls:
-            raise RequestError(f"{here}.tool_use_id is that of no tool_use", f"{here}.tool_use_id")
+            raise RequestError(f"{name}.tool_use_id is that of no tool_use", f"{name}.tool_use_id")
         content = block.content or ""
         if not isinstance(content, str):
-            content = "\n".join(_result_text(part, f"{here}.content") for part in content)
+            content = "\n".join(_result_text(part, f"{name}.content") for part in content)
         messages.append(ChatMessage(role="tool", content=content, tool_call_id=block.tool_use_id))
     if parts:
         messages.append(ChatMessage(role="user", content=parts))
@@ -127,23 +127,25 @@ def _add_user(messages: list[ChatMessage], blocks: list[Block], calls: set[str],
 def _assistant(blocks: list[Block], calls: set[str], field: str) -> ChatMessage:
     parts: list[ContentPart] = []
     reasoning: list[str] = []
-    made: list[ToolCall] = []
+    tool_calls: list[ToolCall] = []
     for index, block in enumerate(blocks):
-        here = f"{field}[{index}]"
+        name = f"{field}[{index}]"
         if block.type == "thinking":
             reasoning.append(block.thinking or "")
         elif block.type == "tool_use":
             if not block.id or not block.name:
-                raise RequestError(f"{here} needs id and name", here)
+                raise RequestError(f"{name} needs id and name", name)
             calls.add(block.id)
-            made.append(ToolCall(id=block.id, function=CalledFunction(name=block.name, arguments=block.input or {})))
+            tool_calls.append(
+                ToolCall(id=block.id, function=CalledFunction(name=block.name, arguments=block.input or {}))
+            )
         elif block.type != "redacted_thinking":  # only Anthropic can read it
-            parts.append(ContentPart(type="text", text=_text(block, here)))
+            parts.append(ContentPart(type="text", text=_text(block, name)))
     return ChatMessage(
         role="assistant",
         content=parts or None,
         reasoning_content="".join(reasoning) or None,
-        tool_calls=made or None,
+        tool_calls=tool_calls or None,
     )
 
 

@@ -19,8 +19,8 @@ _TYPES = {
 def error_body(error: ApiError) -> bytes:
     """As in Anthropic's API, the HTTP status determines the type."""
     other = "invalid_request_error" if error.status < 500 else "api_error"
-    told = {"type": _TYPES.get(error.status, other), "message": error.message}
-    return msgspec.json.encode({"type": "error", "error": told})
+    fields = {"type": _TYPES.get(error.status, other), "message": error.message}
+    return msgspec.json.encode({"type": "error", "error": fields})
 
 
 def error_event(error: ApiError) -> bytes:

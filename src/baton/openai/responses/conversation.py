@@ -82,9 +82,9 @@ def _add(messages: list[ChatMessage], item: InputItem, field: str) -> None:
     elif item.type == "reasoning":
         if item.encrypted_content is not None:
             raise RequestError(f"{field}.encrypted_content is not supported", f"{field}.encrypted_content")
-        told = _text(item.content or item.summary or "", f"{field}.content")
-        if told:
-            _assistant(messages, begins=lambda last: True).reasoning_content = told
+        text = _text(item.content or item.summary or "", f"{field}.content")
+        if text:
+            _assistant(messages, begins=lambda last: True).reasoning_content = text
     else:
         raise RequestError(f"{field}: items of type {item.type!r} are not supported", f"{field}.type")
 

@@ -32,11 +32,11 @@ class Items:
 
     def push(self, delta: Delta, parsed: bool) -> Iterator[Json]:
         """Events of the parser, else of the delta's text."""
-        found: list[ParsedEvent] = delta.events if parsed else [Content(delta.text)]
-        for event in found:
+        events: list[ParsedEvent] = delta.events if parsed else [Content(delta.text)]
+        for event in events:
             if isinstance(event, Content | Reasoning):
-                told = self._returns_reasoning or isinstance(event, Content)
-                if event.text and told:
+                is_returned = self._returns_reasoning or isinstance(event, Content)
+                if event.text and is_returned:
                     yield from self._text(_MESSAGE if isinstance(event, Content) else _REASONING, event.text)
             else:
                 yield from self._call(event.index, event.arguments)
@@ -106,8 +106,8 @@ class Items:
                 yield {"type": "response.custom_tool_call_input.delta", **place, "delta": item["input"]}
             yield {"type": "response.custom_tool_call_input.done", **place, "input": item["input"]}
         elif item["type"] == "function_call":
-            told = {"name": item["name"], "arguments": item["arguments"]}
-            yield {"type": "response.function_call_arguments.done", **place, **told}
+            call = {"name": item["name"], "arguments": item["arguments"]}
+            yield {"type": "response.function_call_arguments.done", **place, **call}
         else:
             event = _MESSAGE[2] if item["type"] == "message" else _REASONING[2]
             (part,) = item["content"]

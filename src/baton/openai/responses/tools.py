@@ -54,8 +54,8 @@ class ResponseTool(msgspec.Struct, kw_only=True):
         """The tool as in the request, with the fields that OpenAI's type needs."""
         needed = ("parameters", "strict") if self.type == _FUNCTION else ()
         fields = msgspec.structs.asdict(self)
-        told = {name: value for name, value in fields.items() if value is not None or name in needed}
-        return told | ({"tools": [tool.echo() for tool in self.tools]} if self.tools else {})
+        echoed = {name: value for name, value in fields.items() if value is not None or name in needed}
+        return echoed | ({"tools": [tool.echo() for tool in self.tools]} if self.tools else {})
 
 
 class ChosenTool(msgspec.Struct, kw_only=True):
@@ -109,8 +109,8 @@ def custom_arguments(text: str) -> str:
 def custom_input(arguments: str) -> str:
     """The tool's input; arguments in another form are the input itself."""
     try:
-        found = json.loads(arguments)
-        text = found.get(_INPUT) if isinstance(found, dict) else None
+        value = json.loads(arguments)
+        text = value.get(_INPUT) if isinstance(value, dict) else None
         if isinstance(text, str):
             text.encode()  # half a surrogate pair is not text
             return text
@@ -123,21 +123,21 @@ def _functions(
     tools: Sequence[ResponseTool], field: str = "tools", namespace: str | None = None
 ) -> Iterator[tuple[ResponseTool, CalledName]]:
     for index, tool in enumerate(tools):
-        here = f"{field}[{index}]"
+        name = f"{field}[{index}]"
         if tool.type in _RUN_ELSEWHERE and namespace is None:
             _tell_once(tool.type)
             continue
         is_group = tool.type == _NAMESPACE and namespace is None
         if tool.type not in (_FUNCTION, _CUSTOM) and not is_group:
-            raise RequestError(f"{here}: tools of type {tool.type!r} are not supported", f"{here}.type")
+            raise RequestError(f"{name}: tools of type {tool.type!r} are not supported", f"{name}.type")
         if tool.name is None:
-            raise RequestError(f"{here}.name is needed", f"{here}.name")
+            raise RequestError(f"{name}.name is needed", f"{name}.name")
         if is_group:
-            yield from _functions(tool.tools or (), f"{here}.tools", tool.name)
+            yield from _functions(tool.tools or (), f"{name}.tools", tool.name)
             continue
         is_custom = tool.type == _CUSTOM
         if is_custom and (tool.format or {}).get("type", "text") != "text":
-            raise RequestError(f"{here}.format: the input of custom tools follows no grammar here", f"{here}.format")
+            raise RequestError(f"{name}.format: the input of custom tools follows no grammar here", f"{name}.format")
         yield tool, CalledName(tool.name, namespace, is_custom)
 
 

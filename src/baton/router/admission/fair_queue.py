@@ -114,9 +114,9 @@ class FairQueue(Generic[T]):
         """`(tenant, waiting, running, tokens)` of the configured tenants. All others count as one."""
         sums = {name: [0, 0, 0] for name in [*self._tenants, ANY]}
         for name, state in self._states.items():
-            found = sums[name if name in self._tenants else ANY]
+            total = sums[name if name in self._tenants else ANY]
             for place, value in enumerate((len(state.waiting), state.num_running, state.num_tokens)):
-                found[place] += value
+                total[place] += value
         for name, (waiting, running, tokens) in sums.items():
             yield name, waiting, running, tokens
 

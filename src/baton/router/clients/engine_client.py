@@ -176,8 +176,8 @@ class BatonClient(EngineClient):
 
 def _scores_bytes(request: GenerateRequest) -> int:
     """An upper bound: all prompt logprobs come in one chunk."""
-    asked = request.sampling_params.prompt_logprobs
-    return 0 if asked is None else _SCORE_BYTES * (1 + asked) * len(request.prompt_token_ids)
+    num_logprobs = request.sampling_params.prompt_logprobs
+    return 0 if num_logprobs is None else _SCORE_BYTES * (1 + num_logprobs) * len(request.prompt_token_ids)
 
 
 def _leg_body(request: GenerateRequest) -> list[bytes]:

@@ -98,21 +98,21 @@ class SglangClient(EngineClient):
 
     async def info(self) -> EngineInfo:
         """Asks the server each time, since it may have restarted."""
-        asked = time.monotonic()
-        found = decode_answer(
+        began = time.monotonic()
+        info = decode_answer(
             await self._get("/server_info", _MAX_BODY_BYTES), _ServerInfo, f"{self.url} is not an SGLang server"
         )
         identity = chosen(
-            [state.baton for state in found.internal_states if state.baton is not None], self.url, self.rank
+            [state.baton for state in info.internal_states if state.baton is not None], self.url, self.rank
         )
         if self._role != identity.role:
             raise RequestError(f"{self.url} has role {identity.role!r}, not {self._role!r}", "role")
         own = {name: getattr(identity, name) for name in EngineIdentity.__struct_fields__}
         return EngineInfo(
-            **own | {"clock": identity.clock + time.monotonic() - asked},
+            **own | {"clock": identity.clock + time.monotonic() - began},
             role=self._role,
-            model=found.served_model_name or found.model_path,
-            model_path=found.model_path,
+            model=info.served_model_name or info.model_path,
+            model_path=info.model_path,
             max_model_len=identity.max_model_len,
             batch_invariant=False,
         )

@@ -111,10 +111,10 @@ def rendered_defaults(left: bytes, asked: bytes, max_model_len: int) -> Sampling
     ours, theirs = (msgspec.json.decode(body, type=list[_Rendered])[0].sampling_params for body in (left, asked))
     room = max_model_len - 1
     neutral = _RenderedParams()
-    found = {name: getattr(theirs, name) for name in _RenderedParams.__struct_fields__}
-    found["temperature"] = ours.temperature
+    defaults = {name: getattr(theirs, name) for name in _RenderedParams.__struct_fields__}
+    defaults["temperature"] = ours.temperature
     return SamplingDefaults(
-        **{name: value for name, value in found.items() if name != "max_tokens" and value != getattr(neutral, name)},
+        **{name: value for name, value in defaults.items() if name != "max_tokens" and value != getattr(neutral, name)},
         max_tokens=ours.max_tokens if ours.max_tokens < room else None,
         limit=theirs.max_tokens if theirs.max_tokens < room else None,
     )
@@ -150,17 +150,17 @@ def with_metrics(request: GenerateRequest, last: TokenChunk, metrics: Any, is_pa
     placeholders, and counts it as a verification.
     """
     try:
-        found = msgspec.convert(metrics, _Metrics)
+        parsed = msgspec.convert(metrics, _Metrics)
     except msgspec.ValidationError:
         return last
-    if found.speculative_decoding is not None:
-        accepted, drafted = found.speculative_decoding.per_step_accepted, found.speculative_decoding.per_step_drafted
+    if parsed.speculative_decoding is not None:
+        accepted, drafted = parsed.speculative_decoding.per_step_accepted, parsed.speculative_decoding.per_step_drafted
         if len(accepted) == len(drafted):
             skipped = int(is_padded)
             last = msgspec.structs.replace(last, accepted=accepted[skipped:], drafted=drafted[skipped:])
-    if request.timings and found.queue_time_ms is not None and found.time_to_first_token_ms is not None:
-        started = found.queue_time_ms / 1e3
-        timings = LegTimings(started=started, sampled=started + found.time_to_first_token_ms / 1e3)
+    if request.timings and parsed.queue_time_ms is not None and parsed.time_to_first_token_ms is not None:
+        started = parsed.queue_time_ms / 1e3
+        timings = LegTimings(started=started, sampled=started + parsed.time_to_first_token_ms / 1e3)
         last = msgspec.structs.replace(last, timings=timings)
     return last
 

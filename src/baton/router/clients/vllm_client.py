@@ -76,14 +76,14 @@ class VllmClient(EngineClient):
 
     async def info(self) -> EngineInfo:
         """Reads the clock every `_CLOCK_S`."""
-        asked = time.monotonic()
+        began = time.monotonic()
         try:
             await self._get("/health", _MAX_BODY_BYTES)
-            info = await self._recognise(asked, self._ask_timeout)
+            info = await self._recognise(began, self._ask_timeout)
         except EngineUnavailableError:
             self._seen = -math.inf
             raise
-        self._seen = asked
+        self._seen = began
         if time.monotonic() - self._read >= _CLOCK_S:
             with contextlib.suppress(BatonError):  # the server is busy; the next check asks again
                 info = await self._ask_identity(self._ask_timeout)
@@ -105,12 +105,12 @@ class VllmClient(EngineClient):
 
     async def _ask_start(self, timeout: aiohttp.ClientTimeout) -> bytes | None:
         try:
-            found = _STARTED.search(await self._get("/metrics", _MAX_BODY_BYTES, timeout))
+            match = _STARTED.search(await self._get("/metrics", _MAX_BODY_BYTES, timeout))
         except EngineLostError:
             raise
         except EngineUnavailableError:
             return None
-        return None if found is None else found[1]
+        return None if match is None else match[1]
 
     async def _ask_identity(self, timeout: aiohttp.ClientTimeout) -> EngineInfo:
         started = await self._ask_start(timeout)
@@ -124,22 +124,22 @@ class VllmClient(EngineClient):
         return self._info
 
     async def load(self) -> EngineLoad:
-        found = await self.metrics()
+        samples = await self.metrics()
         return EngineLoad(
-            num_running=int(sum(found.get("vllm:num_requests_running", ()))),
-            num_waiting=int(sum(found.get("vllm:num_requests_waiting", ()))),
+            num_running=int(sum(samples.get("vllm:num_requests_running", ()))),
+            num_waiting=int(sum(samples.get("vllm:num_requests_waiting", ()))),
             num_handoffs=0,
-            kv_usage=max(found.get("vllm:kv_cache_usage_perc", ()), default=0.0),
+            kv_usage=max(samples.get("vllm:kv_cache_usage_perc", ()), default=0.0),
             num_referenced_pages=0,
             num_quarantined_pages=0,
             num_cached_pages=0,
-            num_prefix_queries=int(sum(found.get("vllm:prefix_cache_queries_total", ()))),
-            num_prefix_hits=int(sum(found.get("vllm:prefix_cache_hits_total", ()))),
+            num_prefix_queries=int(sum(samples.get("vllm:prefix_cache_queries_total", ()))),
+            num_prefix_hits=int(sum(samples.get("vllm:prefix_cache_hits_total", ()))),
         )
 
     async def metrics(self) -> dict[str, list[float]]:
         """Finite samples of vLLM's own metrics, one per label set."""
-        found: dict[str, list[float]] = {}
+        by_name: dict[str, list[float]] = {}
         body = await self._get("/metrics", _MAX_BODY_BYTES)
         try:
             samples = read_samples(body.decode())
@@ -148,8 +148,8 @@ class VllmClient(EngineClient):
         for sample in samples:
             other = self.rank is not None and sample.labels.get("engine", str(self.rank)) != str(self.rank)
             if sample.name.startswith("vllm:") and math.isfinite(sample.value) and not other:
-                found.setdefault(sample.name, []).append(sample.value)
-        return found
+                by_name.setdefault(sample.name, []).append(sample.value)
+        return by_name
 
     async def send_params(self, kv_transfer_params: dict[str, object], adapter: str | None = None) -> Completion:
         """Send a completion request of one token to the model or an adapter. It is greedy: on CPUs vLLM 0.32 computes

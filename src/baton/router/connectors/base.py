@@ -116,28 +116,28 @@ def in_turn(
     """The decode leg `then(value)` begins when the prefill leg `first` sets its future to `value`. A prefill leg that
     ends the request does not set it.
     """
-    found: asyncio.Future[_T | None] = asyncio.get_running_loop().create_future()
+    value: asyncio.Future[_T | None] = asyncio.get_running_loop().create_future()
 
     async def prefill() -> Chunks:
         ended = False
         try:
-            async with contextlib.aclosing(first(found)) as chunks:
+            async with contextlib.aclosing(first(value)) as chunks:
                 async for chunk in chunks:
                     if chunk.finish_reason in ("error", "abort"):
                         raise EngineUnavailableError(chunk.error or "the prefill engine gave the request up")
                     ended |= chunk.finish_reason is not None
                     yield chunk
-            if not ended and not found.done():
+            if not ended and not value.done():
                 raise EngineUnavailableError("the prefill leg ended without a token")
         except EngineLostError as error:
             # No decode engine is waiting that could recover.
             raise EngineUnavailableError(str(error)) from None
         finally:
-            if not found.done():
-                found.set_result(None)
+            if not value.done():
+                value.set_result(None)
 
     async def decode() -> Chunks | None:
-        needed = await found
+        needed = await value
         return None if needed is None else then(needed)
 
     return {"prefill": prefill(), "decode": decode}

@@ -125,8 +125,8 @@ class VllmBatonConnector(VllmConnector):
         return {"prefill": errors_only(first) if draws_anew(request, prefill) else first, "decode": decoding}
 
     async def _adapters(self, client: VllmClient) -> dict[str, str]:
-        told = {name: (await self._ask_identity(client, name)).adapter for name in client.adapters}
-        return {name: adapter for name, adapter in told.items() if adapter}
+        digests = {name: (await self._ask_identity(client, name)).adapter for name in client.adapters}
+        return {name: adapter for name, adapter in digests.items() if adapter}
 
     async def _ask_identity(self, client: VllmClient, adapter: str | None = None) -> VllmIdentity:
         answer = await client.send_params(leg_params(LegParams(role="identify")), adapter)

@@ -112,12 +112,12 @@ class _NixlConnector(VllmConnector):
                 client.url,
             )
         # Unknown defaults equal no others.
-        told = "unknown" if defaults is None else defaults.describe()
+        described = "unknown" if defaults is None else defaults.describe()
         return EngineIdentity(
             engine_id=client.url,
             incarnation=client.url,
             control_addresses=[client.url],
-            fingerprint=json.dumps({"model.root": client.root, "output.sampling_defaults": told}),
+            fingerprint=json.dumps({"model.root": client.root, "output.sampling_defaults": described}),
             vocab_size=_ANY_TOKEN,
             eos_token_ids=[],
             num_speculative_tokens=len(metrics.get(_PER_POSITION, ())),

@@ -85,17 +85,17 @@ class VllmPrefixMove:
         params = LegParams(
             role="decode", ticket=self.ticket, prefix=True, num_tokens=self.handed_over, whole_blocks=True
         )
-        asked = self.destination.first_token(self.longer, leg_params(params))
-        receiving = asyncio.ensure_future(asked)
+        answer = self.destination.first_token(self.longer, leg_params(params))
+        receiving = asyncio.ensure_future(answer)
         both: list[asyncio.Future[Any]] = [receiving, self._sending]
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if not receiving.done():
                 self._sending.result()  # raises its error
-            chunk, told = await receiving
+            chunk, response = await receiving
         finally:
             await end_task(receiving)
-        num_tokens = _found(told)
+        num_tokens = _found(response)
         if num_tokens < self.handed_over:
             # A source that lacks some of it does not answer.
             reason = "not_received" if self._sending.done() else "prefix_missing"

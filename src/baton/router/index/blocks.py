@@ -106,10 +106,10 @@ class BlockIndex:
         if not self._groups:
             return 0
         limit = len(prompt.tokens) - 1
-        found = -1
+        num_tokens = -1
         # A window or state may end before the prefix of other groups, and then shortens theirs.
-        while found != limit:
-            found = limit
+        while num_tokens != limit:
+            num_tokens = limit
             for group in self._groups.values():
                 limit = group.cut(prompt.keys(group.block_size, self.has_salt_keys), limit)
         return limit

@@ -59,18 +59,18 @@ class EventReaders:
 
 def read_sources(texts: Sequence[str], field: str) -> dict[str, str]:
     """Endpoints by engine URL, from `URL=ENDPOINT` texts. Raises `ConfigError`."""
-    found = {}
+    sources = {}
     for text in texts:
         url, _, endpoint = text.partition("=")
         if "#" in url and not endpoint.startswith(("tcp://", "ipc://")):  # URL#dp_rank=N=ENDPOINT
             rank, _, endpoint = endpoint.partition("=")
             url = f"{url}={rank}"
         try:
-            found[checked_url(url)] = endpoint
+            sources[checked_url(url)] = endpoint
         except RequestError as error:
             raise ConfigError(field, str(error)) from None
         check_endpoint(endpoint, field)
-    return found
+    return sources
 
 
 def _on_host(base: str, port: int) -> str | None:

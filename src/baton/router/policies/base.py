@@ -45,10 +45,10 @@ def cost(needs: EngineNeeds, engine: PooledEngine, config: PolicyConfig) -> floa
 
 def other_load(needs: EngineNeeds, engine: PooledEngine, config: PolicyConfig) -> float:
     """The cost of the engine's other requests. A prefill engine has only prompts."""
-    found = config.queued_weight * engine.all_queued_tokens
+    total = config.queued_weight * engine.all_queued_tokens
     if needs.decodes:
-        found += config.leg_weight * engine.all_inflight + config.kv_weight * engine.all_kv_tokens
-    return found
+        total += config.leg_weight * engine.all_inflight + config.kv_weight * engine.all_kv_tokens
+    return total
 
 
 class Policy(ABC):

@@ -88,15 +88,15 @@ def advise(requests: Sequence[ServedRequest], fleet: Fleet) -> Advice | None:
     if len(requests) < MIN_REQUESTS or not fleet.prefill or not fleet.decode:
         return None
     work = _work(requests)
-    found = {
+    fleets = {
         "one more prefill engine": Fleet(fleet.prefill + 1, fleet.decode, fleet.slots),
         "one more decode engine": Fleet(fleet.prefill, fleet.decode + 1, fleet.slots),
     }
     if fleet.decode > 1:
-        found["a decode engine as a prefill engine"] = Fleet(fleet.prefill + 1, fleet.decode - 1, fleet.slots)
+        fleets["a decode engine as a prefill engine"] = Fleet(fleet.prefill + 1, fleet.decode - 1, fleet.slots)
     if fleet.prefill > 1:
-        found["a prefill engine as a decode engine"] = Fleet(fleet.prefill - 1, fleet.decode + 1, fleet.slots)
-    changes = {name: replay(work, other) for name, other in found.items()}
+        fleets["a prefill engine as a decode engine"] = Fleet(fleet.prefill - 1, fleet.decode + 1, fleet.slots)
+    changes = {name: replay(work, other) for name, other in fleets.items()}
     return Advice(len(requests), replay(work, fleet), changes)
 
 
@@ -105,22 +105,22 @@ def replay(work: Sequence[tuple[float, float, float]], fleet: Fleet) -> float:
     arrival."""
     engines = [0.0] * fleet.prefill
     slots = None if fleet.slots is None else [0.0] * (fleet.slots * fleet.decode)
-    found = []
+    ttfts = []
     for arrived, prefill, decode in work:
         begins = arrived if slots is None else max(arrived, heapq.heappop(slots))
         first = max(begins, engines[0]) + prefill
         heapq.heapreplace(engines, first)
         if slots is not None:
             heapq.heappush(slots, first + decode)
-        found.append(first - arrived)
-    return sorted(found)[min(len(found) - 1, int(_PERCENTILE * len(found)))]
+        ttfts.append(first - arrived)
+    return sorted(ttfts)[min(len(ttfts) - 1, int(_PERCENTILE * len(ttfts)))]
 
 
 def _work(requests: Sequence[ServedRequest]) -> list[tuple[float, float, float]]:
     paces = sorted(one.prefill / max(1, one.num_prompt_tokens) for one in requests if one.queued is None)
     pace = paces[int(_UNQUEUED * len(paces))] if paces else 0.0
-    found = []
+    work = []
     for one in sorted(requests, key=lambda one: one.arrived):
         alone = pace * one.num_prompt_tokens if one.queued is None else one.prefill - one.queued
-        found.append((one.arrived, max(0.0, min(alone, one.prefill)), one.decode))
-    return found
+        work.append((one.arrived, max(0.0, min(alone, one.prefill)), one.decode))
+    return work

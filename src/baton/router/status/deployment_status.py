@@ -34,11 +34,11 @@ async def deployment_status(backend: RouterBackend, siblings: Siblings | None = 
 
     engines = backend.pool.engines
     loads = await asyncio.gather(*(load(engine) for engine in engines))
-    found = own_status(backend, dict(zip((engine.url for engine in engines), loads, strict=True)))
+    status = own_status(backend, dict(zip((engine.url for engine in engines), loads, strict=True)))
     for other in await siblings.statuses() if siblings is not None else ():
-        found = _sum(found, other)
-    found["advice"] = _advice(backend, found.pop("served"))
-    return found
+        status = _sum(status, other)
+    status["advice"] = _advice(backend, status.pop("served"))
+    return status
 
 
 def own_status(backend: RouterBackend, loads: Mapping[str, EngineLoad | None] = _UNKNOWN) -> Status:
@@ -95,17 +95,17 @@ def describe_engine(engine: PooledEngine, load: EngineLoad | None) -> Status:
 
 
 def _sum(own: Status, other: Status) -> Status:
-    found: Status = merge(own, other)
+    status: Status = merge(own, other)
     theirs = {engine["url"]: engine for engine in other["engines"]}
-    found["engines"] = [
+    status["engines"] = [
         {**engine, **{name: engine[name] + theirs[engine["url"]][name] for name in _COUNTS}}
         if engine["url"] in theirs
         else engine
         for engine in own["engines"]
     ]
-    found["served"] = [*own["served"], *msgspec.convert(other["served"], list[ServedRequest])]
-    found["alarms"] = list(dict.fromkeys([*own["alarms"], *other["alarms"]]))
-    return found
+    status["served"] = [*own["served"], *msgspec.convert(other["served"], list[ServedRequest])]
+    status["alarms"] = list(dict.fromkeys([*own["alarms"], *other["alarms"]]))
+    return status
 
 
 def _advice(backend: RouterBackend, served: list[ServedRequest]) -> Status | None:
@@ -113,5 +113,5 @@ def _advice(backend: RouterBackend, served: list[ServedRequest]) -> Status | Non
     roles = [engine.role for engine in pool.usable(healthy=True)]
     decode, slots = roles.count("decode"), pool.max_num_seqs()
     fleet = Fleet(roles.count("prefill"), decode, slots // decode if slots and decode else None)
-    found = advise(served, fleet)
-    return None if found is None else found.describe()
+    advice = advise(served, fleet)
+    return None if advice is None else advice.describe()

@@ -100,13 +100,13 @@ class WorkerLoads:
         if now - self._read_at < _FRESH_S:
             return
         self._read_at = now
-        found = self._other_loads()
+        loads = self._other_loads()
         for engine in engines:
-            counts = found.get(_key(engine.url))
+            counts = loads.get(_key(engine.url))
             engine.others = NO_LOAD if counts is None else OtherLoad(*counts)
 
     def _other_loads(self) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
+        slots: dict[int, list[int]] = {}
         for other in range(self._num):
             if other == self._worker:
                 continue
@@ -115,10 +115,10 @@ class WorkerLoads:
                 key = self._cells[slot]
                 if not key:
                     break  # slots are used in order
-                counts = found.setdefault(key, [0, 0, 0])
+                counts = slots.setdefault(key, [0, 0, 0])
                 for place in range(3):
                     counts[place] += self._cells[slot + 1 + place]
-        return found
+        return slots
 
     def _new_slot(self, url: str) -> int | None:
         slot = self._first + 1 + _ENGINE_CELLS * len(self._slots)

@@ -125,14 +125,14 @@ class Siblings:
 
     async def metrics(self, own: Iterable[Metric]) -> list[Metric]:
         """The families of all processes."""
-        found = {family.name: family for family in own}
+        families = {family.name: family for family in own}
         for page in await self._ask("metrics"):
             for family in text_string_to_metric_families(page.decode()):
-                if family.name in found:
-                    _add(found[family.name], family)
+                if family.name in families:
+                    _add(families[family.name], family)
                 else:
-                    found[family.name] = family
-        return list(found.values())
+                    families[family.name] = family
+        return list(families.values())
 
     async def statuses(self) -> list[dict[str, Any]]:
         return [msgspec.json.decode(page) for page in await self._ask("status")]
@@ -171,8 +171,8 @@ class Siblings:
                     return await response.read()
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
                 if not quiet:
-                    why = error or type(error).__name__
-                    logger.warning("a process of this router does not answer %s: %s", path, why)
+                    reason = error or type(error).__name__
+                    logger.warning("a process of this router does not answer %s: %s", path, reason)
                 return None
 
         answers = await asyncio.gather(*map(ask, self._sessions.values()))

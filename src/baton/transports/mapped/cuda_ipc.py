@@ -97,9 +97,9 @@ class CudaIpcLibrary(Library):
     def register_device(self, memory: list[DeviceMemory]) -> tuple[str, bytes]:
         check_allocator(os.environ)
         driver = self._driver = CudaDriver(memory[0].device, self._lifeline.wake)
-        found = [(part.address, part.nbytes, *driver.export(part.address)) for part in memory]
+        exported = [(part.address, part.nbytes, *driver.export(part.address)) for part in memory]
         _here[self._endpoint] = [(part.address, part.nbytes) for part in memory]
-        return self._endpoint, msgspec.msgpack.encode(found)
+        return self._endpoint, msgspec.msgpack.encode(exported)
 
     def add(self, endpoint: str, metadata: bytes) -> None:
         assert self._driver is not None, "a transport registers before it connects"
@@ -142,13 +142,13 @@ class CudaIpcLibrary(Library):
 
     def issue(self, peer: RemotePeer, direction: Direction, rows: Runs) -> Launch | None:
         assert self._driver is not None
-        here = rows.copy()
-        here[:, 1] = self._peers[peer.endpoint].to_local(rows[:, 1], rows[:, 2])
+        local = rows.copy()
+        local[:, 1] = self._peers[peer.endpoint].to_local(rows[:, 1], rows[:, 2])
         if rows[0, 0] == self._bounce.ctypes.data:
-            self._driver.read(*here[0].tolist())
+            self._driver.read(*local[0].tolist())
             return None
         source, dest = (0, 1) if direction == "write" else (1, 0)
-        return self._driver.copy(here, source, dest)
+        return self._driver.copy(local, source, dest)
 
     def check(self, handle: Launch | None) -> bool:
         assert self._driver is not None

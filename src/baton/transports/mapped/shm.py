@@ -116,18 +116,18 @@ class ShmTransport(MemoryTransport):
         return segment.memory
 
     def _describe(self, regions: list[ByteArray]) -> bytes:
-        found = []
+        segments = []
         for region in regions:
             address = region.ctypes.data
             for index, segment in enumerate(self._segments):
                 offset = address - segment.memory.ctypes.data
                 if offset >= 0 and offset + region.size <= segment.memory.size:
-                    found.append(_Region(index, offset, region.size))
+                    segments.append(_Region(index, offset, region.size))
                     break
             else:
                 raise TransportError("a region of the shm transport must lie in memory from its allocate()")
         names = [_SegmentName(segment.name, segment.memory.size) for segment in self._segments]
-        return msgspec.msgpack.encode(_Descriptor(own_host_key(), names, found))
+        return msgspec.msgpack.encode(_Descriptor(own_host_key(), names, segments))
 
     def _map(self, descriptor: bytes) -> MemoryPeer:
         if len(descriptor) > _MAX_DESCRIPTOR:

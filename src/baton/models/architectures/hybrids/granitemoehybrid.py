@@ -58,7 +58,7 @@ class GraniteMoeHybrid(CausalLM):
             residual_multiplier=get_float(raw, "residual_multiplier", 1.0),
             logits_scaling=get_float(raw, "logits_scaling", 1.0),
             is_recurrent=_layer_kinds(raw, fields["num_layers"]),
-            mamba=_mamba(raw, fields["hidden_size"]),
+            mamba=_mamba_spec(raw, fields["hidden_size"]),
             shared_size=get_int(raw, "shared_intermediate_size", 1024),
             rotates=position == "rope",
         )
@@ -159,7 +159,7 @@ def _layer_kinds(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
     return tuple(kind in _RECURRENT for kind in kinds)
 
 
-def _mamba(raw: RawConfig, hidden: int) -> Mamba2Spec:
+def _mamba_spec(raw: RawConfig, hidden: int) -> Mamba2Spec:
     num_heads, inner = get_int(raw, "mamba_n_heads", 128), get_int(raw, "mamba_expand", 2) * hidden
     num_groups = get_int(raw, "mamba_n_groups", 1)
     stated = raw.get("mamba_d_head", "auto")

@@ -78,7 +78,7 @@ class NemotronH(CausalLM):
             mlp_bias=get_bool(raw, "mlp_bias"),
             kinds=kinds,
             mtp_kinds="".join(_kinds(raw, "mtp_hybrid_override_pattern", "mtp_layers_block_type")),
-            mamba=_mamba(raw),
+            mamba=_mamba_spec(raw),
             experts=_experts(raw),
             expert_size=fields["hidden_size"] if size is None else get_int(raw, "moe_latent_size"),
         )
@@ -195,14 +195,14 @@ def _kinds(raw: RawConfig, pattern: str, *lists: str) -> tuple[str, ...]:
     name = next((name for name in (*lists, pattern) if raw.get(name) is not None), None)
     if name is None:
         return (_ATTENTION, _EXPERTS) if pattern.startswith("mtp") else (_MAMBA, _EXPERTS, _ATTENTION, _MLP)
-    found = raw[name]
-    known = isinstance(found, list | str) and all(isinstance(kind, str) and kind in _KINDS for kind in found)
-    if not known or not found:
-        raise CheckpointError(f"config.json: {name} is {found!r}, expected blocks of {', '.join(_KINDS)}")
-    return tuple(_KINDS[kind] for kind in found)
+    kinds = raw[name]
+    known = isinstance(kinds, list | str) and all(isinstance(kind, str) and kind in _KINDS for kind in kinds)
+    if not known or not kinds:
+        raise CheckpointError(f"config.json: {name} is {kinds!r}, expected blocks of {', '.join(_KINDS)}")
+    return tuple(_KINDS[kind] for kind in kinds)
 
 
-def _mamba(raw: RawConfig) -> Mamba2Spec:
+def _mamba_spec(raw: RawConfig) -> Mamba2Spec:
     raw = {**raw, **{new: raw[old] for old, new in _OLD_NAMES.items() if old in raw}}
     num_heads, num_groups = get_int(raw, "mamba_num_heads", 128), get_int(raw, "n_groups", 8)
     if num_heads % num_groups:
