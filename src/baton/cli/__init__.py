@@ -70,7 +70,7 @@ app.command("serve", cls=GroupedCommand, epilog=_SERVE, short_help="Serve one en
     serve_command
 )
 app.command("up", cls=GroupedCommand, epilog=_UP, short_help="Router and P/D engines on this host.")(up_command)
-app.command("router", cls=GroupedCommand, epilog=_ROUTER, short_help="The front door over running engines.")(
+app.command("router", cls=GroupedCommand, epilog=_ROUTER, short_help="The server for clients over running engines.")(
     router_command
 )
 app.command("generate", cls=GroupedCommand, short_help="Answer one prompt, in this process.")(generate_command)

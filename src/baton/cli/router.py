@@ -58,7 +58,7 @@ class FrontOptions(RouterSettings):
 
 @with_options
 def router_command(options: FrontOptions, listen: ListenOptions, process: ProcessOptions, admin: AdminOptions) -> None:
-    """The front door over engines that run already; more may join by POST /instances/add."""
+    """The server for clients over engines that run already; more may join by POST /instances/add."""
     for name in _VLLM_ONLY:
         value = getattr(options, name)
         if options.engine != "vllm" and value is not None and value is not False:

@@ -167,7 +167,7 @@ def _plan(
     # Engines check this too; here it is refused early.
     word_tokens(params.bad_words, model.tokenizer, model.vocab_size)
     priority, ttft_slo_s = asked_standing(request.priority)
-    plan_id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
+    response_id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
     requests: list[GenerateRequest] = []
     for prompt in prompts:
         # So that all legs and retries have the same noise.
@@ -177,7 +177,7 @@ def _plan(
             own = msgspec.structs.replace(params, n=1, sample_index=index, seed=seed, stop=())
             requests.append(
                 GenerateRequest(
-                    request_id=f"{plan_id}-{len(requests)}",
+                    request_id=f"{response_id}-{len(requests)}",
                     prompt_token_ids=prompt,
                     sampling_params=own,
                     cache_salt=request.cache_salt,
@@ -189,7 +189,7 @@ def _plan(
             )
     options = request.stream_options
     return Plan(
-        id=plan_id,
+        id=response_id,
         created=int(time.time()),
         chat=chat,
         model=model,

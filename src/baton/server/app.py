@@ -112,7 +112,7 @@ async def _generate(engine: AsyncEngine, metrics: FrontMetrics, request: web.Req
         del body
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the body is not a GenerateRequest: {error}") from None
-    _check(wire, engine.info)
+    _check_leg(wire, engine.info)
     response: Stream | None = None
     record = SequenceRecord(metrics, wire.request_id, engine.info.model, len(wire.prompt_token_ids))
     reason = "abort"
@@ -160,12 +160,12 @@ def _load_text(engine: AsyncEngine) -> str:
     return f", waiting {load.num_waiting}, KV in use {load.kv_usage:.0%}"
 
 
-def _check(wire: GenerateRequest, info: EngineInfo) -> None:
+def _check_leg(wire: GenerateRequest, info: EngineInfo) -> None:
     """Raises `RequestError`. The engine checks the rest."""
     if wire.sampling_params.n != 1:
-        raise RequestError("n must be 1 here: the front door fans out", "n")
+        raise RequestError("n must be 1 here: the router fans out", "n")
     if wire.sampling_params.stop:
-        raise RequestError("stop strings are not for legs: the front door applies them", "stop")
+        raise RequestError("stop strings are not for legs: the router applies them", "stop")
     role = wire.handoff.role if wire.handoff is not None else None
     moves_prefix = wire.handoff is not None and wire.handoff.prefix_len is not None
     if info.role != "both" and role not in (info.role, "alone") and not moves_prefix:

@@ -46,7 +46,7 @@ def check_survives_a_killed_peer(here: NearSide) -> None:
     with here.far() as far:
         peer = here.transport.connect(far.descriptor).result(30)
         if far.kill():
-            require(here.soon(peer.fenced), "a dead peer is fenced")
+            require(here.becomes_true(peer.fenced), "a dead peer is fenced")
             _is_gone(here, peer, far)
 
 
@@ -60,7 +60,7 @@ def check_survives_a_peer_killed_while_copying(here: NearSide) -> None:
         if far.kill():
             require(all(op.wait(WAIT_S) != "pending" for op in operations), "operations end when the peer dies")
             require(all(op.error for op in operations if op.poll() == "failed"), "a failed operation says why")
-            require(here.soon(peer.fenced), "a dead peer is fenced")
+            require(here.becomes_true(peer.fenced), "a dead peer is fenced")
             here.regions[0][:] = 77
             _is_gone(here, peer, far)
             require(bool((here.regions[0] == 77).all()), "nothing is written here once the peer is fenced")

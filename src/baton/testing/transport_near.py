@@ -46,7 +46,7 @@ class NearSide:
         finally:
             side.close()
 
-    def soon(self, holds: Callable[[], bool]) -> bool:
+    def becomes_true(self, holds: Callable[[], bool]) -> bool:
         """False after `WAIT_S`."""
         deadline = time.monotonic() + WAIT_S
         while not holds():

@@ -187,12 +187,14 @@ class DeploymentSide:
 
     def answers(self, running: Deployment, cases: Sequence[Case], mode: str) -> Answers:
         """Salted, so that no mode finds another's pages."""
-        return asyncio.run(self._ask(running.url, [f"{url}/metrics" for url in running.decode_urls], cases, mode))
+        return asyncio.run(
+            self._ask_candidate(running.url, [f"{url}/metrics" for url in running.decode_urls], cases, mode)
+        )
 
-    async def _ask(self, url: str, metrics: Sequence[str], cases: Sequence[Case], mode: str) -> Answers:
+    async def _ask_candidate(self, url: str, metrics: Sequence[str], cases: Sequence[Case], mode: str) -> Answers:
         async with connected_client(url, REQUEST_TIMEOUT_S) as client:
             before, moved = await read_settled(client, metrics), await read_handed_back(client)
             model, salts = (await client.model()).id, [mode] * len(cases)
             observed = await observe_client(client, model, cases, self.concurrency, mode, salts)
-            found, moved = await read_settled(client, metrics), await read_handed_back(client) - moved
-            return Answers(observed, found.since(before), moved)
+            after, moved = await read_settled(client, metrics), await read_handed_back(client) - moved
+            return Answers(observed, after.since(before), moved)

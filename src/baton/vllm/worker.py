@@ -171,7 +171,7 @@ class WorkerSide:
             if entry.num_computed >= leg.num_tokens:
                 leg.blocks_step("computed")
                 if not leg.seeded and not self._commit_at_end:
-                    self._commit(entry.key, leg.next_token)
+                    self._finish_prefill(entry.key, leg.next_token)
 
     def _final(self, leg: WorkerPrefill, entry: ComputedTokens) -> dict[str, int]:
         return {
@@ -179,7 +179,7 @@ class WorkerSide:
             for group in self._layout.groups
         }
 
-    def _commit(self, key: AttemptKey, token: int | None, sampled: int | None = None) -> None:
+    def _finish_prefill(self, key: AttemptKey, token: int | None, sampled: int | None = None) -> None:
         # For the protocol, the prompt ends before the token that D computes: all is final, and the first token is a
         # draft.
         drafts = [] if sampled is None else [sampled]
@@ -228,9 +228,9 @@ class WorkerSide:
             self.agent.abort(closed.key, "aborted")
         elif (leg.seeded or self._commit_at_end) and not (leg.is_preempted or leg.is_released):
             if leg.seeded and leg.next_token is None:
-                self._commit(closed.key, closed.sampled)
+                self._finish_prefill(closed.key, closed.sampled)
             else:
-                self._commit(closed.key, leg.next_token, closed.sampled)
+                self._finish_prefill(closed.key, leg.next_token, closed.sampled)
         self._report_if_settled(closed.key, leg)
 
     def close_now(self, closed: ClosePrefill) -> bool:

@@ -159,7 +159,7 @@ class DecodeHandoff(DecodeState):
         self._step("check")
         if refused:
             return self._fail("incomplete_commit", f"COMMIT {refused}", send_cancel=False)
-        return self._check(message)
+        return self._check_digests(message)
 
     def _ready(self, message: msg.Ready) -> list[ev.Action]:
         if self.phase is Phase.READ:
@@ -226,9 +226,9 @@ class DecodeHandoff(DecodeState):
     def _read_all(self) -> list[ev.Action]:
         assert self._claim is not None
         self._step("check")
-        return self._check(self._claim)
+        return self._check_digests(self._claim)
 
-    def _check(self, claim: msg.Commit | msg.Ready) -> list[ev.Action]:
+    def _check_digests(self, claim: msg.Commit | msg.Ready) -> list[ev.Action]:
         self._pending, self._claim = None, claim
         actions = self._digest_checks.check(claim.digests) if self.integrity != "off" else []
         return actions if self._digest_checks.checking else actions + self._decide(claim)

@@ -72,15 +72,15 @@ class FinalRanges:
             self.pages[group] = event.pages[group]
             known = self._partial.get(group)
             if known is None or known.stop != stop:
-                self._drop(group)
+                self._drop_layers(group)
                 known = self._partial[group] = _Partial(stop, 0)
             known.layers = max(known.layers, event.layers)
 
     def withdraw(self) -> None:
         for group in list(self._partial):
-            self._drop(group)
+            self._drop_layers(group)
 
-    def _drop(self, group: str) -> None:
+    def _drop_layers(self, group: str) -> None:
         if (dropped := self._partial.pop(group, None)) is not None and dropped.copied:
             self._stale.add(group)
 
@@ -93,7 +93,7 @@ class FinalRanges:
                 self.final[group] = reached = max(self.final.get(group, 0), min(end, self._prompt_len))
                 known = self._partial.get(group)
                 if known is not None and (known.stop != reached or not known.copied):
-                    self._drop(group)
+                    self._drop_layers(group)
 
     def begin(self, register: msg.Register) -> None:
         """Groups that D's REGISTER does not name are sent by other pairs of ranks."""

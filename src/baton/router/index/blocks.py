@@ -96,6 +96,7 @@ class BlockIndex:
         return [event for event in orphans if not self._store(event)]
 
     def clear(self) -> None:
+        """The engine holds nothing, or what it holds is unknown."""
         self._groups.clear()
         self.num_blocks = 0
 

@@ -165,7 +165,7 @@ class FileLibrary(Library):
         if data is None or data.size != int(runs[1].sum()):
             raise TransportError(f"entry {key} of the store holds something else")
         if not line.open():
-            raise TransportError("who asked for this copy is gone, or has given it up")
+            raise TransportError("the peer that asked for this copy is gone, or has given it up")
         _scatter(spans, runs, data)
 
     def on_frame(self, line: Line, frame: bytes) -> None:
@@ -177,10 +177,10 @@ class FileLibrary(Library):
         if isinstance(message, _Answer):
             self._answered(line, message)
         else:
-            serving = self._workers.submit(self._serve, line, message)
+            serving = self._workers.submit(self._answer_peer, line, message)
             self._serving = {each for each in self._serving if not each.done()} | {serving}
 
-    def _serve(self, line: Line, ask: _Ask) -> None:
+    def _answer_peer(self, line: Line, ask: _Ask) -> None:
         key, error = ask.key, ""
         try:
             if len(ask.runs) % 16:
