@@ -341,8 +341,8 @@ def take_a_prompt_with_another_end(patch: Patch) -> None:
 
 def hand_over_a_placeholder(patch: Patch) -> None:
     """The token after the handed-over ones is not sent."""
-    commit = WorkerSide._commit
-    patch.setattr(WorkerSide, "_commit", lambda self, key, token: commit(self, key, None))
+    commit = WorkerSide._finish_prefill
+    patch.setattr(WorkerSide, "_finish_prefill", lambda self, key, token: commit(self, key, None))
 
 
 # ---------------------------------------------------------------- D: geometry
