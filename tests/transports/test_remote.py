@@ -219,7 +219,7 @@ def test_peers_that_never_answer_hold_no_thread_and_no_connection(
         near.register([near.allocate("near", 64)])
         far = mute.register([mute.allocate("mute", 64)])
         peer = near.connect(good.register([good.allocate("good", 64)])).result(30)
-        monkeypatch.setattr(library_of(mute), "_serve", lambda line, ask: None)
+        monkeypatch.setattr(library_of(mute), "_answer_peer", lambda line, ask: None)
         monkeypatch.setattr(remote_module, "CALL_TIMEOUT_S", 0.3)
         files, threads = open_files(), threading.active_count()
         attempts = [near.connect(far) for _ in range(80)]
@@ -251,8 +251,8 @@ def test_a_write_is_pending_until_the_peer_has_answered(tmp_path: Path, monkeypa
         writer, reader = near.connect(descriptor).result(30), near.connect(descriptor).result(30)
         library, held = library_of(far), []
         assert isinstance(library, FileLibrary)
-        serve = library._serve
-        monkeypatch.setattr(library, "_serve", lambda line, ask: held.append((line, ask)))
+        serve = library._answer_peer
+        monkeypatch.setattr(library, "_answer_peer", lambda line, ask: held.append((line, ask)))
         write, read = near.submit(writer, "write", run_of(32)), near.submit(reader, "read", run_of(32, 32, 32))
         eventually(lambda: len(held) == 2)
         near.disconnect(reader)
