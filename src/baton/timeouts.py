@@ -1,7 +1,6 @@
 """`asyncio.timeout` of Python 3.11; on Python 3.10 from async_timeout, a dependency of aiohttp.
 
-`asyncio.wait_for` is no substitute: before Python 3.12 it loses a cancellation that arrives together with the result,
-and the request of a client that has left would run forever.
+`asyncio.wait_for` is no substitute: before Python 3.12 it loses a cancellation that arrives together with the result.
 """
 
 from __future__ import annotations

@@ -19,8 +19,9 @@ FRAGMENTATIONS: tuple[Fragmentation, ...] = get_args(Fragmentation)
 @dataclass(frozen=True, slots=True)
 class Churn:
     """Lengths are in pages, uniform in [low, high]. `running` requests are served at once; with `grows` they grow page
-    by page in turns, as on a decode engine. With `caching` their pages go to the prefix cache, and a share `hits` of
-    them begins with the first pages of an earlier request."""
+    by page in turns. With `caching` their pages go to the prefix cache, and a share `hits` of them begins with the
+    first pages of an earlier request.
+    """
 
     requests: int = 1500
     prompt: tuple[int, int] = (32, 128)

@@ -26,8 +26,8 @@ from baton.deployment.processes import CONFIG_STATUS
 from baton.error_help import CODE_BY_ERROR, code_of
 from baton.errors import BatonError, ConfigError, RequestError
 
-# Polls of a GNU OpenMP thread before it sleeps: longer than the pauses within an engine's step, but too short to slow
-# down other processes. The default takes milliseconds.
+# Polls of a GNU OpenMP thread before it sleeps: longer than the pauses within a step, too short to slow down other
+# processes. The default takes milliseconds.
 _SPIN_COUNT = 20_000
 
 # typer contains or requires click, depending on its version.

@@ -58,7 +58,6 @@ class Deployment:
     """Engines of one model, and `routers` routers unless `router` is False. All serve when the constructor returns.
 
     - `role_flags`: flags for the engines of one role, after `engine_flags`.
-    - `kv_transport`: `file` without a path uses a temporary directory of the deployment.
     - `port`: the first router's. `engine_port_base`: the first engine's. 0, and other routers: free ports.
     - `named`: gives a child's error about a setting the name under which the user gave it.
     - `forward`: called with a child's name and each line of its log.

@@ -27,8 +27,8 @@ def engine_info(
     spec = config.speculative_config
     moves_all = spec is None or spec.draft_kv == "require"
     kinds = {rules.kind for rules in cache.rules.values()}
-    # A state is handed over at the end of a prompt, where there is no checkpoint. Checkpoints at ends of answers are
-    # only in KV events.
+    # A state is handed over at a prompt's end, where there is no checkpoint; those at ends of answers are only in KV
+    # events.
     refound = moves_all and "state" not in kinds
     step = cache.checkpoint_interval if "state" in kinds else 1
     return EngineInfo(

@@ -1,8 +1,7 @@
 """A directory of KV bytes that processes of many hosts may share: `put` and `get` by content key.
 
 An entry is one safetensors file of named uint8 tensors and strings. Its key is 32 hex digits: the digest of its
-content, or a name of it, such as `content_key(context, token_ids)`. Equal keys mean equal content, so an entry is never
-written twice.
+content, or a name of it, such as `content_key(context, token_ids)`.
 
 An entry appears atomically, but a power failure may truncate it; entries used in the last `KEEP_S` seconds are not
 evicted (docs/transports.md). Whoever can write to the directory can forge an entry under a named key, but not under a

@@ -1,6 +1,5 @@
-"""Current faults of a deployment: one line each, for `/status`, the dashboard and `baton status`.
-
-Not logged or counted: a line is shown while its cause lasts.
+"""Current faults of a deployment: one line each, for `/status`, the dashboard and `baton status`. A line is shown while
+its cause lasts.
 """
 
 from __future__ import annotations

@@ -110,9 +110,9 @@ async def join_legs(
     if the prefill leg ended the request (P tells D), and the prefill leg, if the decode leg ended it well (P then waits
     for its pages to be free). If P refuses the request, its error ends the stream.
 
-    Raises `LegFailed` if the decode leg, or the only one, is lost, or if no engine took the prefill leg. A prefill leg
-    that is lost later is closed when the request ends, not drained, if the decode engine `notices` (it recovers, or
-    reports what it misses) or has sent tokens; otherwise this raises `LegFailed`.
+    Raises `LegFailed` if the decode leg, or the only one, is lost, or if no engine took the prefill leg. A later loss
+    of the prefill leg raises it too, unless the decode engine `notices` (it recovers, or reports what it misses) or has
+    sent tokens.
     """
     alone = len(legs) == 1
     tasks = start_legs(legs, items, watches or {}, first_token_wait_s)

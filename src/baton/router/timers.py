@@ -12,7 +12,7 @@ class RouterTimers:
     - `lease`: an engine that is silent for this long is given up.
     - `patience`: how long a request that has begun waits for an engine to continue it.
     - `connect`: for a leg's connection.
-    - `tell`: for a vLLM server's answer to a message, which costs it one token.
+    - `tell`: for a vLLM server's answer to a message.
     - `drain`: how long a leg whose request has ended may take to end by itself.
     """
 

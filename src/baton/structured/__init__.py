@@ -1,4 +1,4 @@
-"""Structured outputs: a JSON schema, a regular expression, a choice, or a context-free grammar.
+"""Structured outputs (docs/api.md).
 
 Grammars are those of `llguidance` (Microsoft, MIT licence), vLLM's `guidance` backend. The allowed tokens depend only
 on the output tokens, so an engine that takes over a request derives them.

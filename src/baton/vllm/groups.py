@@ -1,7 +1,7 @@
 """Splits vLLM's cache groups by kind and owner.
 
-vLLM groups layers of drafter and target, or of MLA and full attention, together if it can. Baton's rules depend on kind
-and owner (`baton.kv.interval.Rules`), so such a group is split into several that share a block table.
+vLLM joins layers of several kinds and owners if it can, and Baton's `Rules` depend on both: such a group is split into
+several that share a block table.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Streaming by layer: the agent copies a prompt's written target layers while the forward computes later ones.
 
-vLLM calls the connector after each attention layer, with its name. Layers are reported to the agent in order, up to the
-first that was not called. The rest become final with the step, as do states and the entries of drafters, which run
-after the target, possibly several times. Runs on vLLM's worker thread. Reports wait for `MIN_BYTES`, or the last layer.
+Layers are reported in order, up to the first for which vLLM has not called the connector. The rest become final with
+the step, as do states and the entries of drafters, which run after the target, possibly several times. Runs on vLLM's
+worker thread. Reports wait for `MIN_BYTES`, or the last layer.
 """
 
 from __future__ import annotations

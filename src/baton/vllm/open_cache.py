@@ -139,8 +139,9 @@ def _identity(
 
 @contextlib.contextmanager
 def _unbound(config: Any) -> Iterator[None]:
-    """Let threads started in this context run on all cores of the parent process. vLLM binds its CPU worker's thread to
-    dedicated cores, and threads that inherit the binding would compete with it."""
+    """Let threads started in this context run on all cores of the parent process: vLLM binds its CPU worker's thread to
+    dedicated cores, for which they would compete.
+    """
     if config.device_config.device_type != "cpu":
         yield
         return

@@ -65,9 +65,10 @@ def handoff_digest(tokens: Sequence[int], adapter: str = "") -> bytes:
 
 
 class SchedulerSide:
-    """The legs in vLLM's scheduler, by request id. `refused` counts refused legs by reason, such as a bad ticket; their
-    requests are served without a handoff. `verify_first`: see `PluginConfig.first_step`. `close_now`: the
-    worker's, if it is in this process. `window_tile`: see `OpenCache`."""
+    """The legs in vLLM's scheduler, by request id. `refused` counts refused legs by reason; their requests are served
+    without a handoff. `verify_first`: see `PluginConfig.first_step`. `close_now`: the worker's, if it is in this
+    process. `window_tile`: see `OpenCache`.
+    """
 
     def __init__(
         self,

@@ -30,10 +30,10 @@ from baton.wire import KVStream
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
 # An agent accepts an abort without waiting for a peer. After this time it hangs and may still commit the leg, so the
-# engine must end: the blocks are about to hold other KV.
+# engine must end.
 ABORT_TIMEOUT_S = 60.0
-# While legs wait for their peers and there is nothing to compute, vLLM steps about once per millisecond. Waiting for an
-# event of the agent frees the cores, and delays a new request by at most this time.
+# While legs wait for their peers, vLLM steps about once per millisecond without work. Waiting for an event of the agent
+# frees the cores, and delays a new request by at most this time.
 IDLE_WAIT_S = 0.004
 
 

@@ -123,8 +123,8 @@ class HandoffLegs:
 
     def expire_recomputing(self, now: float) -> list[Effect]:
         """Fail requests that found no pages to recompute for `handoff_timeout_s` while pages are in quarantine: these
-        may not be released, and another engine may be faster. If all pages are in use, a request keeps waiting, since
-        their requests end. `now`: monotonic seconds.
+        may not be released, and another engine may be faster. While all pages are in use, requests wait. `now`:
+        monotonic seconds.
         """
         effects: list[Effect] = []
         for request, until in list(self._recomputing.items()):

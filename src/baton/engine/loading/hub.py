@@ -20,8 +20,7 @@ def checkpoint_directory(model: str, revision: str | None = None, field: str = "
     """`model` itself if it is a directory, else the directory of `ORG/NAME` in the hub's cache, downloaded if needed.
     For a GGUF file, or a directory with nothing else, the directory made for it.
 
-    `revision`: a branch, tag or commit. `huggingface_hub` reads its own settings (`HF_HOME`, `HF_TOKEN`,
-    `HF_HUB_OFFLINE`) from the environment. Raises `ConfigError` for `field`, and `CheckpointError` for a GGUF file that
+    `revision`: a branch, tag or commit. Raises `ConfigError` for `field`, and `CheckpointError` for a GGUF file that
     cannot be served.
     """
     is_directory = os.path.isdir(model)

@@ -172,9 +172,8 @@ class Register(AttemptMessage, frozen=True, tag="REGISTER"):
 
 
 class Ready(AttemptMessage, frozen=True, tag="READY"):
-    """P to D, pull: P's block tables, and per group the end of the final interval `[0, final)`.
-
-    `digests` cover what D wants; empty with integrity off.
+    """P to D, pull: P's block tables, and per group the end of the final interval `[0, final)`. `digests` cover what D
+    wants; empty with integrity off.
     """
 
     final: Annotated[dict[Name, Position], Meta(max_length=MAX_GROUPS)]
@@ -188,10 +187,7 @@ class ReadDone(AttemptMessage, frozen=True, tag="READ_DONE"):
 
 
 class Confirm(AttemptMessage, frozen=True, tag="CONFIRM"):
-    """P to D, pull: the pages belonged to this attempt until READ_DONE arrived, so the data read is valid.
-
-    `seeds_digest` is empty with integrity off.
-    """
+    """P to D, pull: the pages belonged to this attempt until READ_DONE arrived, so the data read is valid."""
 
     seeds: Seeds
     seeds_digest: SeedsDigest = b""
@@ -209,8 +205,8 @@ class Progress(AttemptMessage, frozen=True, tag="PROGRESS"):
 class Commit(AttemptMessage, frozen=True, tag="COMMIT"):
     """P to D, push: every copy is done and visible. `final` as in READY; the counts are for metrics.
 
-    `round`: REPAIRs that P has carried out; D accepts only the round that it waits for. `digests` and `seeds_digest`
-    are empty with integrity off. `copied`: how many seconds before this message the first and last copy ended.
+    `round`: REPAIRs that P has carried out; D accepts only the round that it waits for. `copied`: how many seconds
+    before this message the first and last copy ended.
     """
 
     final: Annotated[dict[Name, Position], Meta(max_length=MAX_GROUPS)]

@@ -15,10 +15,10 @@ class PrefillPhase(Phase):
     OPEN = "open"  # prefilling, or waiting for REGISTER, or copying
     ENDING = "ending"  # the first token ended the request; own copies are outstanding
     ENDED = "ended"  # the first token ended the request, and the pages are free; D does not know yet
-    COMMITTED = "committed"  # push: COMMIT sent, and repeated until answered
-    READY = "ready"  # pull: READY sent, and repeated until answered; D may be reading
-    CONFIRMED = "confirmed"  # pull: CONFIRM sent, and repeated until answered
-    FINISHED = "finished"  # FINISHED sent, and repeated until answered
+    COMMITTED = "committed"  # push: COMMIT sent
+    READY = "ready"  # pull: READY sent; D may be reading
+    CONFIRMED = "confirmed"  # pull: CONFIRM sent
+    FINISHED = "finished"  # FINISHED sent; as the three above, repeated until answered
     STOPPING = "stopping"  # failed; own copies outstanding
     AWAITING_READER = "awaiting reader"  # pull: failed after READY; D may be reading
     AWAITING_ACK = "awaiting ACK"  # pull: failed after CONFIRM; ACK too proves that D reads no more

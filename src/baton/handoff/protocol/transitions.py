@@ -1,7 +1,7 @@
 """The transition tables of the handoff's state machines: (phase, event) -> phase.
 
 An input comes from outside and has the name of its event or message. A step is a decision of a machine, in lower case
-and named after its cause. `python -m tools.phase_tables` writes the steps into docs/protocol.md.
+and named after its cause.
 """
 
 from __future__ import annotations

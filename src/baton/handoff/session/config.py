@@ -21,8 +21,8 @@ class Timers:
     Raises `ConfigError`.
     """
 
-    # An unanswered message is repeated after `round_trips` measured round trips, within [`retry_min`, `retry`], then
-    # after twice as long each time.
+    # An unanswered message is repeated after `round_trips` round trips, within [`retry_min`, `retry`], then after twice
+    # as long each time.
     retry: float = 1.0
     retry_min: float = 0.05
     round_trips: float = 8.0

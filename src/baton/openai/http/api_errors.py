@@ -27,8 +27,8 @@ from baton.errors import (
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGE_CHARS = 2000  # a message may quote what the client sent
-# URLs, socket addresses as Python prints them, IPv4, IPv6, and names with ports: clients must not learn the addresses
-# of engines. Unbounded lengths would make the search quadratic.
+# URLs, socket addresses as Python prints them, IPv4, IPv6, and names with ports. Unbounded lengths would make the
+# search quadratic.
 _ADDRESS = re.compile(
     r"""[a-z][a-z0-9+.-]{0,15}://[^\s'",;)]*[^\s'",;):]|\('[^']{0,253}',\ \d+[^)]{0,99}\)"""
     r"""|\b\d{1,3}(?:\.\d{1,3}){3}\b(?::\d+)?|\[(?=[0-9a-f]{0,4}:)[0-9a-f:]{2,45}\](?::\d+)?"""

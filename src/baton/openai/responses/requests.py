@@ -66,8 +66,7 @@ _CALLED = {
     **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
     **{"messages": "input", "response_format": "text.format", "reasoning_effort": "reasoning.effort"},
 }
-# Refused besides the refusals of chats, with values without effect: a field of chats that responses lack would be
-# silently ignored.
+# Besides the refusals of chats, with values without effect: a field that responses lack would be silently ignored.
 REFUSED = {
     **{
         name: Refused("is not a field of responses", _NEUTRAL.get(name, (False,)))

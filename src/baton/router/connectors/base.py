@@ -25,8 +25,8 @@ _NOT_SEEDED = {
     **{"seed": None, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
     **{"stop": (), "bad_words": (), "structured_outputs": None},
 }
-# Makes a leg that moves cached KV, from its role, `HandoffParams.prefix_len` and `window_start`, and how many tokens of
-# the prompt the source may lack (None: any number).
+# Makes a leg that moves cached KV, from its role, `HandoffParams.prefix_len` and `window_start`, and how many tokens
+# the source may lack (None: any).
 PrefixLeg = Callable[[LegRole, int, int, int | None], Chunks]
 HandoffOutcome = Literal["completed", "finished_early", "aborted", "failed"]
 _T = TypeVar("_T")

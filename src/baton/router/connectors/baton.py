@@ -17,8 +17,8 @@ from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingParams
 from baton.wire import GenerateRequest, HandoffParams, LegRole, Mode, Role
 
-# How long a decode leg waits for the first token of a prefill engine on the same host. KV of longer prefills is copied
-# during the prefill, and needs D's pages by then.
+# For the first token of a prefill engine on the same host. KV of longer prefills is copied during the prefill, and
+# needs D's pages by then.
 FIRST_TOKEN_WAIT_S = 0.05
 # For legs that compute nothing.
 _NOTHING = SamplingParams(max_tokens=1, temperature=0.0)

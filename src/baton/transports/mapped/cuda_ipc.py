@@ -1,7 +1,7 @@
 """`cuda_ipc://`: engines on GPUs of one host. Each maps the other's memory, and a kernel copies between the two.
 
-Regions are inside allocations of `cudaMalloc` on one device (PyTorch's default allocator; its expandable segments
-cannot be opened to other processes). A handle opens the whole allocation. Peers on two GPUs need peer access.
+Regions are inside allocations of `cudaMalloc` on one device, PyTorch's default. A handle opens the whole allocation.
+Peers on two GPUs need peer access.
 
 The caller of `submit` must have waited for the stream that wrote the source.
 
