@@ -38,7 +38,7 @@ _LATENT_HEAD = {
 
 
 def make_mtp_checkpoint(path: Path, shape: str, seed: int = 0, num: int = 1, **overrides: Any) -> Path:
-    """A random target of a shape of `checkpoints_moe.SHAPES` (deepseek_v3 or glm4_moe) with `num` MTP modules, with the
+    """A random target of a shape of `moe.SHAPES` (deepseek_v3 or glm4_moe) with `num` MTP modules, with the
     tensor names of published checkpoints. Returns `path`.
     """
     make_moe_checkpoint(path, shape, seed, num_nextn_predict_layers=num, **overrides)

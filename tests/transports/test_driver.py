@@ -47,8 +47,8 @@ class FakeLibrary(Library):
         self.at_end_of_turn: Callable[[], None] | None = None  # once
         self.added: list[str] = []
         self.removed: list[str] = []
-        self.may_take_in = threading.Event()
-        self.may_take_in.set()
+        self.may_receive_rest = threading.Event()
+        self.may_receive_rest.set()
 
     def start(self, lifeline: Lifeline, bounce: ByteArray) -> None:
         self._bounce = bounce
@@ -91,7 +91,7 @@ class FakeLibrary(Library):
             then()
 
     def receive_rest(self) -> None:
-        assert self.may_take_in.wait(20)
+        assert self.may_receive_rest.wait(20)
 
 
 class Side:
@@ -129,7 +129,7 @@ def sides(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     near, far = Side("near", request.param), Side("far", request.param)
     yield near, far
     for side in (near, far):
-        side.library.may_take_in.set()
+        side.library.may_receive_rest.set()
         side.transport.close()
 
 
@@ -140,7 +140,7 @@ def test_queued_operations_end_with_the_connection(sides: tuple[Side, Side]) -> 
     near, far = sides
     peer = near.transport.connect(far.descriptor).result(30)
     first, *queued = [near.submit(peer) for _ in range(4)]
-    far.library.may_take_in.clear()
+    far.library.may_receive_rest.clear()
     near.settle("failed")
     assert [operation.wait(60) for operation in queued] == ["failed"] * 3
     assert first.poll() == "pending"
@@ -153,13 +153,13 @@ def test_a_write_that_failed_ends_once_the_peer_has_taken_in_what_was_sent(sides
     near, far = sides
     peer = near.transport.connect(far.descriptor).result(30)
     operation = near.submit(peer)
-    far.library.may_take_in.clear()
+    far.library.may_receive_rest.clear()
     near.settle("failed")
     eventually(lambda: near.library.removed)
     assert not peer.alive()
     near.transport.cancel(operation)
     assert operation.wait(0.3) == "pending"
-    far.library.may_take_in.set()
+    far.library.may_receive_rest.set()
     assert operation.wait(60) == "failed"
     assert operation.error == "fake: a batch failed"
     again = near.transport.connect(far.descriptor).result(30)
@@ -175,7 +175,7 @@ def test_a_write_that_failed_ends_when_the_peer_cannot_be_asked(sides: tuple[Sid
     peer = near.transport.connect(far.descriptor).result(30)
     assert isinstance(peer, RemotePeer)
     operation = near.submit(peer)
-    far.library.may_take_in.clear()
+    far.library.may_receive_rest.clear()
     near.settle("failed")
     assert operation.wait(0.3) == "pending"
     peer.line.abort()
@@ -187,7 +187,7 @@ def test_a_read_that_failed_is_quiet(sides: tuple[Side, Side]) -> None:
     near, far = sides
     peer = near.transport.connect(far.descriptor).result(30)
     operation = near.submit(peer, "read")
-    far.library.may_take_in.clear()
+    far.library.may_receive_rest.clear()
     near.settle("failed")
     assert operation.wait(60) == "failed"
 

@@ -88,7 +88,7 @@ def test_nothing_is_committed_after_a_failure() -> None:
     )
 
 
-def test_a_story_is_short() -> None:
+def test_a_history_is_short() -> None:
     machine = destination(ev.PeerReady(), *[ev.Tick(), ev.Received(msg.Admitted(KEY))] * 50)
     assert len(machine.history) == HISTORY
     assert destination(ev.PeerReady(), *[ev.Tick()] * 50).history[-2:] == ["reach -> announced", "tick"]

@@ -288,7 +288,7 @@ class Driver:
         ready = any(job.handle is None for _, job in firsts)
         busy = self._library.polls and (bool(self._announced) or any(not job.failed for _, job in firsts))
         linger = any(peer.broken is not None for peer, _ in firsts)
-        # `_take_in` may have taken the wake of a call that has not run.
+        # `_receive_rest` may have taken the wake of a call that has not run.
         at_once = ready or busy or self._woken
         for line, frame in self.lifeline.wait(0 if at_once else _LINGER_S if linger else IDLE_S):
             self._on_frame(line, frame)
