@@ -6,6 +6,8 @@ import hashlib
 import json
 from pathlib import Path
 
+import xxhash
+
 from baton.models.loading.config_json import read_config
 from baton.models.loading.stored import weight_files
 
@@ -26,10 +28,11 @@ def fingerprint(path: str | Path) -> str:
     """128-bit hex digest of a checkpoint's config (without `_CONFIG_NOISE`) and weight files: equal digests mean equal
     results.
 
-    Not cached: the directory may change.
+    Not cached: the directory may change. Weights are read at the disk's rate, since xxh3 takes 0.04 s per GB (BLAKE2b
+    0.7 s); it detects accidents only, and a peer that lies could send any digest.
     """
     raw = {key: value for key, value in read_config(path).items() if key not in _CONFIG_NOISE}
-    digest = hashlib.blake2b(json.dumps(raw, sort_keys=True).encode(), digest_size=16)
+    digest = xxhash.xxh3_128(json.dumps(raw, sort_keys=True).encode())
     for file in weight_files(path):
         digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
         with file.open("rb") as stream:
