@@ -21,13 +21,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.parity", description=__doc__)
     parser.add_argument("--only", default="", help="TARGET/DRAFTER: pairs whose name contains this")
     parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and noise")
-    parser.add_argument("--cases", type=int, help="requests of each mode and condition (default: every length)")
+    parser.add_argument("--cases", type=int, help="requests of each mode and condition (default: all lengths)")
     parser.add_argument("--condition", choices=CONDITIONS, help="requests of this condition only")
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help="of weights and KV (default: float32)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     began, report = time.process_time(), Report()
-    batch = [case for case in cases(options.seed, options.cases) if options.condition in (None, case.condition)]
+    batch = cases(options.seed, options.cases, options.condition)
     for target in TARGETS:
         for drafter, entry in DRAFTERS.items():
             if options.only not in f"{target}/{drafter}":

@@ -96,12 +96,13 @@ class Case:
         return self.condition == "preempted" and num_output >= 2 + self.number % 5
 
 
-def cases(seed: int, most: int | None) -> list[Case]:
-    """All cases of a pair. `most`: the number per mode and condition, with random lengths.
+def cases(seed: int, most: int | None, condition: str | None = None) -> list[Case]:
+    """All cases of a pair, or those of a condition. `most`: the number per mode and condition, with random lengths; 0
+    or None: all lengths.
 
     With all lengths, the first two conditions get each of them, and the others every third.
     """
-    return list(_cases(seed, most))
+    return [case for case in _cases(seed, most or None) if condition in (None, case.condition)]
 
 
 def _cases(seed: int, most: int | None) -> Iterator[Case]:

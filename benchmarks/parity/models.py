@@ -36,6 +36,7 @@ WITH_ONE_MODULE = (
     "glm4_moe",
     "glm_moe_dsa",
     "nemotron_h",
+    "qwen3_5_moe_text",
     "qwen3_5_text",
     "qwen3_next",
 )
@@ -169,6 +170,7 @@ TARGETS: Mapping[str, MakeTarget] = {
     "gpt_oss": lambda path, seed: louder(make_gpt_oss(path, "gpt_oss", seed, **TINY, sliding_window=WINDOW)),
     "granitemoehybrid": lambda path, seed: louder(make_granite(path, seed)),
     "qwen3_5_text": lambda path, seed: louder(make_qwen_hybrid(path, seed=seed, with_mtp=True)),
+    "qwen3_5_moe_text": lambda path, seed: louder(make_qwen_hybrid(path, "qwen3_5_moe_text", seed, with_mtp=True)),
     "qwen3_next": lambda path, seed: louder(make_qwen_hybrid(path, "qwen3_next", seed, with_mtp=True)),
     "minimax_m2": written("minimax_m2"),
     "nemotron_h": written("nemotron_h"),

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from baton.engine.config import SpeculativeConfig
-from baton.engine.executor import LocalExecutor
-from baton.engine.ranks.rank_executor import RankExecutor
+from baton.handoff.plan.topology import RankGeometry
 from baton.kv.interval import Interval
-from baton.kv.spec import GroupSpec
 from baton.sampling_params import SamplingParams
 from benchmarks.parity.cases import ALL_SIZES, CHUNK, HANDED_BACK, MAX_MODEL_LEN, Case, block_sizes
 from benchmarks.parity.models import DRAFTERS, NUM_DRAFTS, TARGETS, MakeTarget
+from benchmarks.topologies.agents import shaped
+from simulation.topologies import Shape
 from testkit.engines import Pair, Stepped, Stream, pair, request, stepped
+from testkit.inside import instance_of
 
 _KV_BYTES = 16 << 20
 # With a single token no drafter would run.
@@ -122,8 +123,11 @@ def run(
     cases: Sequence[Case],
     sizes: Sequence[str] = ALL_SIZES,
     dtype: str = "auto",
+    ranks: Mapping[str, tuple[Shape, Shape]] | None = None,
 ) -> Outcome:
-    """Run all cases of a pair. Raises whatever an engine raises."""
+    """Run all cases of a pair. `ranks`: by page sizes, of P and D, if their handoffs have several. Raises whatever an
+    engine raises.
+    """
     trial = Trial(target, drafter, folder, cases[0].seed, dtype)
     alone, outcome = trial.alone(cases), Outcome()
     for stream in alone.values():
@@ -131,7 +135,7 @@ def run(
         for position in range(NUM_DRAFTS):
             outcome.accepted[position] += sum(count > position for count in stream.accepted)
     for name in sizes:
-        with trial.pair(name) as two:
+        with shaped(*ranks[name]) if name in (ranks or {}) else nullcontext(), trial.pair(name) as two:
             for chunked, mode in dict.fromkeys((case.chunked, case.mode) for case in cases):
                 batch = {case: alone[case] for case in cases if (case.chunked, case.mode) == (chunked, mode)}
                 cell = compare(two, batch)
@@ -250,18 +254,19 @@ def _preempt(engine: Stepped, waiting: set[str], names: dict[str, Case]) -> None
 
 
 class _Wanted:
-    """Adds up the bytes that D registers for, until it is closed."""
+    """Adds up the bytes that D's ranks hold of what D registers for, each rank's own, until it is closed."""
 
     def __init__(self, engine: Stepped) -> None:
         assert engine.core.legs is not None
-        self._num_bytes, specs = 0, specs_of(engine)
-        original = engine.core.legs.agent.open_decode
+        agent, self._num_bytes = engine.core.legs.agent, 0
+        held = {name: entry_bytes(ranks) for name, ranks in instance_of(agent).groups.items()}
+        original = agent.open_decode
 
         def open_decode(ticket: Any, prompt_len: int, wanted: dict[str, Interval], pages: dict[str, list[int]]) -> None:
-            self._num_bytes += sum(num_bytes(specs[name], interval) for name, interval in wanted.items())
+            self._num_bytes += sum(len(interval) * held[name] for name, interval in wanted.items())
             original(ticket, prompt_len, wanted, pages)
 
-        self._patch = mock.patch.object(engine.core.legs.agent, "open_decode", open_decode)
+        self._patch = mock.patch.object(agent, "open_decode", open_decode)
         self._patch.start()
 
     def close(self) -> int:
@@ -270,14 +275,7 @@ class _Wanted:
         return self._num_bytes
 
 
-def specs_of(engine: Stepped) -> dict[str, GroupSpec]:
-    """The groups of an engine's first rank, by name."""
-    executor = engine.core.executor
-    local = executor.local if isinstance(executor, RankExecutor) else executor
-    assert isinstance(local, LocalExecutor)
-    return {name: memory.spec for name, memory in local.runner.kv.items()}
-
-
-def num_bytes(spec: GroupSpec, wanted: Interval) -> int:
-    """Bytes of some entries of a group, over all its layers."""
-    return len(wanted) * spec.num_layers * sum(plane.token_bytes for plane in spec.planes)
+def entry_bytes(ranks: Sequence[RankGeometry]) -> int:
+    """Bytes of an entry of a group over all layers, on all ranks that hold a part of it."""
+    held = [found.geometry for found in ranks]
+    return sum(one.num_layers * plane.token_bytes for one in held for plane in one.planes)

@@ -21,8 +21,7 @@ from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.handoff.protocol.digests import MemoryDigester
 from baton.handoff.protocol.events import HandoffEvent
 from baton.kv.geometry import Geometry, Plane
-from baton.kv.interval import Interval
-from baton.kv.spec import GroupSpec, PlaneSpec
+from baton.kv.spec import GroupSpec
 from baton.transports.base import Transport
 from baton.transports.registry import create_transport
 from simulation.topologies import Shape
@@ -68,28 +67,6 @@ def cut(groups: Mapping[str, Geometry], owners: Mapping[str, str], shape: Shape)
                 geometry = shard(whole, index, tp, first, count)
                 found.setdefault(name, []).append(RankGeometry(rank=rank, geometry=geometry))
     return found
-
-
-def least_bytes(shape: Shape) -> Callable[[GroupSpec, Interval], int]:
-    """Bytes that D's ranks hold of some entries of a whole group, each byte of each rank once."""
-
-    def copies(plane: PlaneSpec, tp: int) -> int:
-        return plane.token_bytes * (tp if plane.cut == "whole" else max(1, tp // plane.num_heads))
-
-    def count(spec: GroupSpec, wanted: Interval) -> int:
-        tp = (shape.draft_tp or shape.tp) if spec.owner == "draft" else shape.tp
-        return len(wanted) * spec.num_layers * sum(copies(plane, tp) for plane in spec.planes)
-
-    return count
-
-
-def bytes_of_equal_ranks(num_ranks: int) -> Callable[[GroupSpec, Interval], int]:
-    """As `least_bytes`, if each rank holds as much as the one whose group is given."""
-
-    def count(spec: GroupSpec, wanted: Interval) -> int:
-        return len(wanted) * spec.num_layers * sum(plane.token_bytes for plane in spec.planes) * num_ranks
-
-    return count
 
 
 def make(

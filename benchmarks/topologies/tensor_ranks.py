@@ -1,13 +1,15 @@
 """`python -m benchmarks.topologies.tensor_ranks`: P with 1, 2 and 4 tensor ranks hands over to D with 1, 2 and 4.
 
 The same comparison as `benchmarks.topologies`, with one engine for each side and number of ranks, which takes a third
-of its processes. Each pair of engines gets requests of its own, with pages of 16 tokens on P and of 7 on D. Exit code 1
-if a request is not identical to one engine of one rank.
+of its processes. Each pair of engines gets requests of its own, with pages of 16 tokens on P and of 7 on D. With
+`--cases 0` the pairs share the requests of all lengths. Exit code 1 if a request is not identical to one engine of one
+rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import tempfile
 import time
@@ -22,8 +24,8 @@ from baton.engine.config import KVTransferConfig
 from baton.handoff.protocol.ticket import load_or_create_key
 from benchmarks.parity.cases import Case, block_sizes, cases
 from benchmarks.topologies.__main__ import MODELS, compared, trial_of
-from benchmarks.topologies.agents import bytes_of_equal_ranks
 from testkit.engines import Pair, stepped
+from testkit.processes import baton_forks
 
 _RANKS = (1, 2, 4)
 _SIZES = "16/7"
@@ -31,10 +33,14 @@ _SIZES = "16/7"
 
 def requests(seed: int, most: int) -> dict[tuple[int, int], list[Case]]:
     """By the ranks of P and of D. No two share a prompt, since the engines keep what they have computed."""
+    pairs = [(p, d) for p in _RANKS for d in _RANKS]
     found: dict[tuple[int, int], list[Case]] = {}
+    if not most:
+        every = cases(seed, 0)
+        return {pair: every[number :: len(pairs)] for number, pair in enumerate(pairs)}
     first = 0
-    for number, pair in enumerate((p, d) for p in _RANKS for d in _RANKS):
-        drawn = cases(seed * len(_RANKS) ** 2 + number, most)
+    for number, pair in enumerate(pairs):
+        drawn = cases(seed * len(pairs) + number, most)
         found[pair] = [replace(case, number=first + case.number) for case in drawn]
         first += len(drawn)
     return found
@@ -63,7 +69,7 @@ def rows(name: str, seed: int, most: int, dtype: str, failures: list[str]) -> It
         for (p, d), said in alone.items():
             two = Pair(made["prefill", p], made["decode", d], load_or_create_key(key_file))
             began = time.monotonic()
-            cell = compared(two, bytes_of_equal_ranks(d), said)
+            cell = compared(two, said)
             failures += [f"{name}, {dtype}, TP {p} to TP {d}: {failure}" for failure in cell.failures]
             identical = f"{cell.num_identical}/{cell.num_cases}"
             yield f"| {name} | {dtype} | TP {p} to TP {d} | {identical} | {cell.num_bytes:,} | {cell.wanted_bytes:,} |"
@@ -76,16 +82,17 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--model", default="", help=f"models whose name contains this: {'; '.join(MODELS)}")
     parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and noise")
-    parser.add_argument("--cases", type=int, default=1, help="requests of each mode and condition")
+    parser.add_argument("--cases", type=int, default=1, help="requests of each mode and condition; 0: all lengths")
     parser.add_argument("--dtype", default="float32", help="of weights and KV")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     failures: list[str] = []
     print("| model | dtype | P to D | identical | bytes sent | least |\n|---|---|---|---|---|---|", flush=True)
-    for name in MODELS:
-        if options.model in name:
-            for line in rows(name, options.seed, options.cases, options.dtype, failures):
-                print(line, flush=True)
+    with contextlib.closing(baton_forks.launcher()) as launcher, baton_forks.forking(launcher):
+        for name in MODELS:
+            if options.model in name:
+                for line in rows(name, options.seed, options.cases, options.dtype, failures):
+                    print(line, flush=True)
     print("\n".join(failures[:20]))
     return 1 if failures else 0
 

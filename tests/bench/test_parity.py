@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,10 @@ import pytest
 from baton.kv.cache import KVCache
 from baton.kv.interval import Interval, Rules
 from benchmarks.parity.__main__ import main
-from benchmarks.parity.cases import ALL_SIZES, CONDITIONS, HANDED_BACK, LENGTHS, MODES, cases
+from benchmarks.parity.cases import ALL_SIZES, CONDITIONS, HANDED_BACK, LENGTHS, MODES, Case, cases
 from benchmarks.parity.models import DRAFTERS, TARGETS, THREE_MODULES
 from benchmarks.parity.trial import Trial, compare, run
+from simulation.topologies import Shape
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -27,16 +29,30 @@ def test_the_lengths_end_at_every_place_of_every_page() -> None:
     assert together == set(LENGTHS)
 
 
+def every_residue(seed: int) -> list[Case]:
+    """A request of each mode and condition. Together they end at every position of pages of at most 16 tokens."""
+    drawn = cases(seed, 1)
+    turns = [(seed + i) % len(drawn) for i in range(len(drawn))]
+    return [replace(case, length=1 + turn + 16 * (turn % 3)) for case, turn in zip(drawn, turns, strict=True)]
+
+
+@pytest.mark.parametrize("page_size", [3, 5, 7, 8, 12, 16])
+def test_a_slice_ends_at_every_place_of_every_page(page_size: int) -> None:
+    assert {case.length % page_size for case in every_residue(4)} == set(range(page_size))
+
+
 # Each target once, with another drafter each time.
 PAIRS = [(target, list(DRAFTERS)[i % len(DRAFTERS)]) for i, target in enumerate(TARGETS)]
-PAIRS.append((THREE_MODULES, "mtp, three modules"))
+PAIRS += [("deepseek_v32", "mtp"), (THREE_MODULES, "mtp, three modules")]
+RANKS = (Shape(2, stages=2), Shape(4))
 
 
 @pytest.mark.parametrize(("target", "drafter"), [pair for pair in PAIRS if DRAFTERS[pair[1]].needs(pair[0]) is None])
 def test_a_slice_is_identical(target: str, drafter: str, tmp_path: Path) -> None:
+    """Between engines of one rank, and with other page sizes between engines whose handoffs have several."""
     sizes = ALL_SIZES[len(target) % 2 :: 2]
     dtype = "bfloat16" if len(drafter) % 2 else "auto"
-    outcome = run(target, drafter, tmp_path, cases(len(target), 1), sizes, dtype)
+    outcome = run(target, drafter, tmp_path, every_residue(len(target)), sizes, dtype, {sizes[1]: RANKS})
     assert outcome.conditions.keys() == CONDITIONS.keys()
     for cell in outcome.cells.values():
         assert cell.failures == []

@@ -30,7 +30,7 @@ def test_tokens_and_acceptance_are_those_of_one_engine(name: str, shapes: tuple[
     model = trial_of(name, tmp_path)
     alone, handed_back = model.alone(BATCH), 0
     for shape in shapes:
-        cell = run(name, model, shape, "16/7", alone)
+        cell = run(model, shape, "16/7", alone)
         assert not cell.failures
         assert cell.num_identical == cell.num_cases == len(BATCH)
         assert cell.num_bytes == cell.wanted_bytes > 0
@@ -47,5 +47,5 @@ def test_a_wrong_share_of_heads_is_seen(tmp_path: Path, monkeypatch: pytest.Monk
     model = trial_of(name, tmp_path)
     alone = model.alone(BATCH)
     monkeypatch.setattr(planner, "assign", assign)
-    cell = run(name, model, "TP 1 to TP 2", "16/16", alone)
+    cell = run(model, "TP 1 to TP 2", "16/16", alone)
     assert cell.num_identical < cell.num_cases

@@ -27,7 +27,7 @@ from testkit.checkpoints.gpt_oss import make_gpt_oss
 from testkit.checkpoints.granite import make_granite
 from testkit.checkpoints.qwen_hybrid import make_qwen_hybrid
 from testkit.checkpoints.written import make_written
-from testkit.handoffs.rank_threads import on_ranks
+from testkit.handoffs.rank_threads import on_ranks, on_stages
 
 Checkpoint = Callable[..., Path]
 # Heads and widths that four ranks can share; two KV heads are on two ranks each.
@@ -44,6 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "glm4_moe": EXPERTS,
     "deepseek_v3": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, **EXPERTS, **LATENTS},
+    "deepseek_v32": {**EXPERTS, **LATENTS, "index_topk": 8, "index_n_heads": 8, "index_head_dim": 16},
 }
 # Of a gated delta net.
 FOUR_HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
@@ -62,14 +63,17 @@ STACKED: dict[str, Callable[[Path], Path]] = {
     "kimi_linear": functools.partial(make_written, name="kimi_linear"),
     "deepseek_v4": functools.partial(make_written, name="deepseek_v4", o_groups=4),
 }
+# For stages: Gemma 4 without layers that share keys, and each other kind of layer or residual stream once.
+ALONE = {"gemma4, own keys": functools.partial(make_gemma4, shape="gemma4-k_is_v")}
+STAGED = ("llama", "deepseek_v32", *ALONE, *STACKED.keys() - {"gemma4", "gpt_oss in MXFP4", "granite, experts"})
 
 
 @pytest.fixture(scope="module")
 def path_of(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     @functools.cache
     def path_of(case: str) -> Path:
-        if case in STACKED:
-            return STACKED[case](tmp_path_factory.mktemp("stacked"))
+        if case in STACKED or case in ALONE:
+            return {**STACKED, **ALONE}[case](tmp_path_factory.mktemp("stacked"))
         return checkpoint(case, **{**FOUR, **CASES[case]})
 
     return path_of
@@ -92,6 +96,27 @@ def test_any_number_of_ranks_gives_the_same_bits(path_of: Callable[[str], Path],
     one = probe(path, dtype, TensorRank(num_slices=4))
     for size in (2, 4):
         assert on_ranks(size, 4, lambda ranks: probe(path, dtype, ranks)) == [one] * size
+
+
+def outputs(path: Path, ranks: TensorRank) -> list[Tensor]:
+    """A prompt's hidden states, and a drafter's features of every layer, as this stage has them."""
+    model, found = load_model(path, "bfloat16", "cpu", True, ranks), list[Tensor]()
+    config = EngineConfig(str(path), pipeline_parallel_size=ranks.stage.count)
+    num_layers = model.config.num_layers
+    parts = parts_of(model_groups(config, model, None), config, num_layers, ranks.stage.index)
+    model.register_forward_pre_hook(lambda _, args: (*args[:3], tuple(range(num_layers + 2))))
+    model.register_forward_hook(lambda _, args, got: found.extend([got[0], *got[1]]))
+    numeric_probe(model, [group for group, _ in parts], get_backend(None, "cpu"), torch.device("cpu"))
+    return found
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("case", sorted(STAGED))
+def test_stages_give_the_bits_of_one(path_of: Callable[[str], Path], case: str) -> None:
+    path = path_of(case)
+    one, (first, *_) = outputs(path, TensorRank()), on_stages(3, lambda ranks: outputs(path, ranks))
+    assert len(one) >= 6
+    assert [torch.equal(a, b) for a, b in zip(one, first, strict=True)] == [True] * len(one)
 
 
 def norm_own_heads_alone(norm: HeadsNorm, x: Tensor) -> Tensor:

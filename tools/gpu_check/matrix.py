@@ -28,16 +28,14 @@ from unittest import mock
 from baton.engine.config import KVTransferConfig, SpeculativeConfig
 from baton.sampling_params import SamplingParams
 from benchmarks.parity.cases import MAX_MODEL_LEN, Case, cases
-from benchmarks.parity.models import DRAFTERS, NUM_DRAFTS, TARGETS, THREE_MODULES, louder, tiny
+from benchmarks.parity.models import DRAFTERS, NUM_DRAFTS, TARGETS, THREE_MODULES, tiny
 from benchmarks.parity.trial import Trial, compare
-from testkit.checkpoints.qwen_hybrid import make_qwen_hybrid
 from testkit.engines import Stepped, Stream, request, stepped
 
 CHECKPOINTS: Mapping[str, Callable[[Path, int], Path]] = {
     **{name: make for name, make in TARGETS.items() if name != "latents, window and states"},
     "mixtral": tiny("mixtral", num_local_experts=4, num_experts_per_tok=2),
     "phi3": tiny("phi3"),
-    "qwen3_5_moe_text": lambda path, seed: louder(make_qwen_hybrid(path, "qwen3_5_moe_text", seed, with_mtp=True)),
 }
 # With every target; the other drafters with a llama alone.
 _USUAL = ("none", "eagle", "eagle3, d2t", "mtp", "mtp, three modules", "ngram", "draft_model", "assistant")
@@ -76,8 +74,7 @@ def slug(name: str) -> str:
 
 
 def drafters_of(target: str) -> list[str]:
-    with_mtp = target == "qwen3_5_moe_text"
-    fits = [name for name in DRAFTERS if (name == "mtp" and with_mtp) or DRAFTERS[name].needs(target) is None]
+    fits = [name for name in DRAFTERS if DRAFTERS[name].needs(target) is None]
     if target == THREE_MODULES:
         return [name for name in fits if name.startswith("mtp") or name == "none"]
     return fits if target == "llama" else [name for name in fits if name in _USUAL]
