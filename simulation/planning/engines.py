@@ -57,7 +57,7 @@ def hybrid(random: Random) -> Hybrid:
     ]
     random.shuffle(layers)
     dtype = random.choice((torch.bfloat16, torch.float32))
-    model: Any = SimpleNamespace(kv_layers=layers, parameters=lambda: iter([torch.empty(0, dtype=dtype)]))
+    model: Any = SimpleNamespace(kv_layers=layers, build=SimpleNamespace(dtype=dtype))
     drafter: Any = SimpleNamespace(kv_layers=[KVLayerSpec(random.choice((1, 2)), 2, None)], kv_modules=[1])
     config: Any = SimpleNamespace(block_size=1)
     groups = model_groups(config, model, drafter if random.random() < 0.5 else None)

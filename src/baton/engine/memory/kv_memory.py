@@ -49,7 +49,8 @@ class KVMemory:
 
 def model_groups(config: EngineConfig, model: CausalLM, drafter: Drafter | None) -> list[GroupSpec]:
     """The groups over all ranks. Raises `ConfigError`."""
-    sizes, dtype = block_sizes(config.block_size), str(next(model.parameters()).dtype).removeprefix("torch.")
+    # Parameters of a stage may begin with a norm in float32.
+    sizes, dtype = block_sizes(config.block_size), str(model.build.dtype).removeprefix("torch.")
     groups = _groups(model.kv_layers, [0] * len(model.kv_layers), "target", sizes, dtype)
     if drafter is not None:
         groups += _groups(drafter.kv_layers, drafter.kv_modules, "draft", sizes, dtype)
