@@ -16,6 +16,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.loading.engine_facts import numeric_probe
 from baton.engine.memory.kv_memory import model_groups, parts_of
 from baton.errors import ConfigError
+from baton.kv.spec import GroupSpec
 from baton.models.architectures.minimax_m2 import HeadsNorm
 from baton.models.layers.layernorm import RMSNorm
 from baton.models.layers.linear import MergedLinear
@@ -98,25 +99,30 @@ def test_any_number_of_ranks_gives_the_same_bits(path_of: Callable[[str], Path],
         assert on_ranks(size, 4, lambda ranks: probe(path, dtype, ranks)) == [one] * size
 
 
-def outputs(path: Path, ranks: TensorRank) -> list[Tensor]:
-    """A prompt's hidden states, and a drafter's features of every layer, as this stage has them."""
+def outputs(path: Path, ranks: TensorRank) -> tuple[list[GroupSpec], list[Tensor]]:
+    """The groups over all stages, then a prompt's hidden states and a drafter's features of every layer, as this stage
+    has them.
+    """
     model, found = load_model(path, "bfloat16", "cpu", True, ranks), list[Tensor]()
     config = EngineConfig(str(path), pipeline_parallel_size=ranks.stage.count)
     num_layers = model.config.num_layers
-    parts = parts_of(model_groups(config, model, None), config, num_layers, ranks.stage.index)
+    whole = model_groups(config, model, None)
+    parts = parts_of(whole, config, num_layers, ranks.stage.index)
     model.register_forward_pre_hook(lambda _, args: (*args[:3], tuple(range(num_layers + 2))))
     model.register_forward_hook(lambda _, args, got: found.extend([got[0], *got[1]]))
     numeric_probe(model, [group for group, _ in parts], get_backend(None, "cpu"), torch.device("cpu"))
-    return found
+    return whole, found
 
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("case", sorted(STAGED))
-def test_stages_give_the_bits_of_one(path_of: Callable[[str], Path], case: str) -> None:
+def test_stages_give_the_bits_of_one_and_agree_on_pages(path_of: Callable[[str], Path], case: str) -> None:
     path = path_of(case)
-    one, (first, *_) = outputs(path, TensorRank()), on_stages(3, lambda ranks: outputs(path, ranks))
+    groups, one = outputs(path, TensorRank())
+    stages = on_stages(3, lambda ranks: outputs(path, ranks))
+    assert [whole for whole, _ in stages] == [groups] * 3
     assert len(one) >= 6
-    assert [torch.equal(a, b) for a, b in zip(one, first, strict=True)] == [True] * len(one)
+    assert [torch.equal(a, b) for a, b in zip(one, stages[0][1], strict=True)] == [True] * len(one)
 
 
 def norm_own_heads_alone(norm: HeadsNorm, x: Tensor) -> Tensor:
