@@ -129,13 +129,13 @@ def run(
     engine raises.
     """
     trial = Trial(target, drafter, folder, cases[0].seed, dtype)
-    alone, outcome = trial.alone(cases), Outcome()
+    alone, outcome, several = trial.alone(cases), Outcome(), ranks or {}
     for stream in alone.values():
         outcome.rounds += len(stream.accepted)
         for position in range(NUM_DRAFTS):
             outcome.accepted[position] += sum(count > position for count in stream.accepted)
     for name in sizes:
-        with shaped(*ranks[name]) if name in (ranks or {}) else nullcontext(), trial.pair(name) as two:
+        with shaped(*several[name]) if name in several else nullcontext(), trial.pair(name) as two:
             for chunked, mode in dict.fromkeys((case.chunked, case.mode) for case in cases):
                 batch = {case: alone[case] for case in cases if (case.chunked, case.mode) == (chunked, mode)}
                 cell = compare(two, batch)
