@@ -9,7 +9,6 @@ import msgspec
 
 from baton.handoff.agent.agent import HandoffAgent
 from baton.handoff.agent.rank_handoffs import RankHandoffs
-from baton.handoff.plan.topology import Instance
 from baton.handoff.protocol.messages import Hello
 from baton.handoff.session.accepted import AcceptedConnections
 from baton.handoff.session.sessions import Sessions
@@ -53,12 +52,6 @@ def library_of(transport: Any) -> Any:
 def peers_of(transport: Any) -> Any:
     """The peers that a transport is connected with."""
     return transport._peers
-
-
-def instance_of(agent: Any) -> Instance:
-    """The ranks that an instance's agent is over."""
-    found: Instance = agent._instance
-    return found
 
 
 def legs_of(agent: Any) -> dict[Any, Any]:

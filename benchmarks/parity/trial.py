@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 from baton.engine.config import SpeculativeConfig
+from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.plan.topology import RankGeometry
 from baton.kv.interval import Interval
 from baton.sampling_params import SamplingParams
@@ -19,7 +20,6 @@ from benchmarks.parity.models import DRAFTERS, NUM_DRAFTS, TARGETS, MakeTarget
 from benchmarks.topologies.agents import shaped
 from simulation.topologies import Shape
 from testkit.engines import Pair, Stepped, Stream, pair, request, stepped
-from testkit.inside import instance_of
 
 _KV_BYTES = 16 << 20
 # With a single token no drafter would run.
@@ -259,7 +259,8 @@ class _Wanted:
     def __init__(self, engine: Stepped) -> None:
         assert engine.core.legs is not None
         agent, self._num_bytes = engine.core.legs.agent, 0
-        held = {name: entry_bytes(ranks) for name, ranks in instance_of(agent).groups.items()}
+        assert isinstance(agent, InstanceAgent)
+        held = {name: entry_bytes(ranks) for name, ranks in agent.instance.groups.items()}
         original = agent.open_decode
 
         def open_decode(ticket: Any, prompt_len: int, wanted: dict[str, Interval], pages: dict[str, list[int]]) -> None:

@@ -56,7 +56,7 @@ class Workers:
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any) -> None:
             for rank in self.ranks:
-                groups = rank._instance.own
+                groups = rank.instance.own
                 own = [
                     {group: what for group, what in arg.items() if group in groups} if isinstance(arg, dict) else arg
                     for arg in args

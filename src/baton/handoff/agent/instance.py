@@ -47,7 +47,7 @@ class InstanceAgent(Agent):
     """
 
     def __init__(self, instance: Instance, on_event: Callable[[ev.HandoffEvent], None]) -> None:
-        self._instance = instance
+        self.instance = instance
         self._on_event = on_event
         self._agents: dict[int, Agent] = {}
         self._first = instance.rank if instance.apart else 0
@@ -66,7 +66,7 @@ class InstanceAgent(Agent):
 
         Raises `ProtocolError` unless each rank in this process has one.
         """
-        needed = 1 if self._instance.apart else self._instance.num_ranks
+        needed = 1 if self.instance.apart else self.instance.num_ranks
         if len(agents) != needed:
             raise ProtocolError(f"{len(agents)} agents for {needed} ranks")
         self._agents = dict(enumerate(agents, self._first))
@@ -82,7 +82,7 @@ class InstanceAgent(Agent):
             case GiveUp():
                 self._give_up(key, event)
             case DecodePages(ticket, _, wanted):
-                if missing := sorted(wanted.keys() - self._instance.groups.keys()):
+                if missing := sorted(wanted.keys() - self.instance.groups.keys()):
                     raise ProtocolError(f"groups {missing} are on no rank")
                 if not self._passes(ticket.prefill_addresses):
                     self._begin(ticket, D, ticket.prefill_addresses)
@@ -110,7 +110,7 @@ class InstanceAgent(Agent):
                 self._to(pair, leg, replace(event, taken=one_has))
 
     def _passes(self, others: Sequence[str]) -> bool:
-        return self._instance.num_ranks == len(others) == 1
+        return self.instance.num_ranks == len(others) == 1
 
     def _leading_pair(self, side: int) -> Pair:
         return (self._first, 0) if side == P else (0, self._first)
@@ -133,7 +133,7 @@ class InstanceAgent(Agent):
         return PrefillLeg(ticket) if side == P else DecodeLeg(ticket)
 
     def _open_pairs(self, leg: _Leg, peer: Instance | None) -> None:
-        ticket, own = leg.ticket, self._instance
+        ticket, own = leg.ticket, self.instance
         named = ticket.decode_addresses if leg.side == P else ticket.prefill_addresses
         if peer is None or leg.gather is not None or leg.ended or len(named) != peer.num_ranks:
             return  # the ticket names other ranks: refused, as is the open pair
@@ -180,7 +180,7 @@ class InstanceAgent(Agent):
             case ev.Declared(prompt_len, pages, final):
                 return ev.Declared(prompt_len, _restrict(pages, groups), _restrict(final, groups))
             case ev.Sampled(seeds, finished, final):
-                own = seeds if pair[P] == self._instance.sampling else NO_SEEDS
+                own = seeds if pair[P] == self.instance.sampling else NO_SEEDS
                 return ev.Sampled(own, finished, _restrict(final, groups))
             case DecodePages(ticket, prompt_len, wanted, pages):
                 return DecodePages(ticket, prompt_len, _restrict(wanted, groups), _restrict(pages, groups))
