@@ -65,6 +65,7 @@ CASES = [
     (["keys", "--output", ""], "output: is empty"),
     (["router", "--port", "0", "--both", "nonsense"], "'nonsense' is not a base URL"),
     (["router", "--port", "0", "--both", "http://a b:1"], "'http://a b:1' is not a base URL"),
+    (["router", "--port", "0", "--both", "http://a..b:1"], "'http://a..b:1' is not a base URL"),
     (["router", "--port", "0", "--seed-first-token"], "seed_first_token: is for --engine vllm"),
     (["router", "--port", "0", "--kv-connector", "NixlConnector"], "kv_connector: is for --engine vllm"),
     (["router", "--port", "0", "--near-tie", "0"], "near_tie: is for --engine vllm"),

@@ -19,6 +19,7 @@ from baton.errors import RequestError
 from baton.sampling_params import MAX_GRAMMAR_CHARS, StructuredOutputsParams
 from baton.structured import DraftMatchers, Grammars, Known, Matcher
 from baton.structured.checker import Checker
+from baton.structured.matcher import Compiled
 from baton.structured.vocabulary import vocabulary
 from baton.text import Tokenizer
 
@@ -49,8 +50,7 @@ def grammars(tokenizer: Tokenizer) -> Iterator[Grammars]:
 
 
 def test_the_grammars_of_requests_that_run_stay_compiled(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.structured.grammars.MAX_COMPILED", 2)
-    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, max_compiled=2)
     compiled: list[str] = []
     source_of = grammars_module.source_of
     monkeypatch.setattr(
@@ -107,6 +107,47 @@ def test_masks_after_drafts_are_those_of_a_fresh_matcher(
             if len(rows) <= len(drafts):
                 assert drafts[len(rows) - 1] not in ids_of(rows[-1]) or drafts[len(rows) - 1] == eos
             assert moved.follows(tokens[:cut], drafts) >= len(rows) - 1
+
+
+def test_a_grammar_does_not_wear_out_by_the_outputs_of_others(tokenizer: Tokenizer) -> None:
+    """Matchers share a lexer, which has a limit of states: two outputs of this grammar reach it."""
+    grammars, eos = Grammars(tokenizer, tokenizer.vocab_size), tokenizer.eos_token_ids[0]
+    kind = StructuredOutputsParams(regex="[ -~]*a[ -~]{40}c[ -~]*|[ -~]*b[ -~]{41}f|[ -~]*c[ -~]{43}f")
+    running = grammars.matcher(kind)
+    ends = [walk(grammars.matcher(kind), eos, seed, 60) for seed in range(6)]
+    assert [len(tokens) for tokens in ends] == [60] * 6
+    # Also one that began before.
+    assert walk(running, eos, 2, 60) == ends[2]
+
+
+def test_a_worn_grammar_that_takes_long_to_compile_is_not_compiled_between_steps() -> None:
+    """A new request does not use it, and compiles it elsewhere."""
+    made = list[Any]()
+
+    def compile_it() -> Any:
+        made.append("compiled")
+        return made
+
+    compiled = Compiled(compile_it, 8, longest_s=-1.0)
+    assert not compiled.renew()
+    assert (compiled.is_worn, len(made)) == (True, 1)
+
+
+def test_a_draft_after_which_the_grammar_fails_is_not_followed(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    """Without drafts the output may never come there. Nor do other requests fail."""
+    several = " & ".join(
+        f"/([ -~]*{one}[ -~]{{{30 + at}}}[^{no}]*)/" for at, (one, no) in enumerate(("ac", "bd", "eg"))
+    )
+    kind = StructuredOutputsParams(grammar=f'start: "x" /[a-z ]{{0,30}}/ | "y" Z\nZ: {several}')
+    matcher = grammars.matcher(kind)
+    output, drafts = (tokenizer.encode(text, add_special_tokens=False) for text in ("y", "ab"))
+    assert matcher.follows(output, drafts) == 0
+    assert len(matcher.allowed(output, []).bits) == 1
+    with pytest.raises(RequestError, match="too many expressions"):
+        matcher.allowed(output, drafts)
+    other = grammars.matcher(kind)
+    assert other.consume(tokenizer.encode("x", add_special_tokens=False)[0])
+    assert other.bits().any()
 
 
 def test_texts_of_a_grammar_match_it(grammars: Grammars, tokenizer: Tokenizer) -> None:

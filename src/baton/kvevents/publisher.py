@@ -24,9 +24,11 @@ from baton.kv.state_pool import StatePool
 from baton.kvevents.config import KVEventsConfig
 from baton.kvevents.messages import END_SEQUENCE, SEQUENCE_BYTES, EventBatch, encode_batch
 from baton.kvevents.recorder import EventRecorder, RecordedGroup
+from baton.log_limit import LogLimit
 from baton.zeromq import begin_ids_at_random
 
 logger = logging.getLogger(__name__)
+logger.addFilter(LogLimit())
 
 # vLLM's names of the kinds.
 _KINDS = {

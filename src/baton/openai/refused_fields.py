@@ -1,7 +1,6 @@
 """Request fields of OpenAI, vLLM and SGLang refused by name; docs/api.md has the table.
 
-Fields of `requests.CompletionRequest` and `requests.ChatRequest` are supported. Others are refused if their value could
-change the response; the rest, and unknown names, are ignored.
+Those of `CompletionRequest` and `ChatRequest` are supported; others, if their value could change the response, are not.
 """
 
 from __future__ import annotations
@@ -14,8 +13,10 @@ from types import MappingProxyType
 import msgspec
 
 from baton.errors import RequestError
+from baton.log_limit import LogLimit
 
 log = logging.getLogger(__name__)
+log.addFilter(LogLimit())
 
 _MAX_NEUTRAL_BYTES = 64
 

@@ -11,6 +11,7 @@ from typing import get_args
 
 from baton.errors import BatonError, ConfigError
 from baton.router.pool import EnginePool
+from baton.urls import is_host
 from baton.wire import Role
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,8 @@ def read_services(given: Sequence[str]) -> list[Service]:
     for text in given:
         role, _, address = text.partition("=")
         host, _, port = address.rpartition(":")
-        if role not in get_args(Role) or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        is_port = port.isdecimal() and 0 < int(port) < 65536
+        if role not in get_args(Role) or not host or not is_host(host) or not is_port:
             raise ConfigError("discover", f"{text!r} is not ROLE=HOST:PORT, such as prefill=baton-prefill:8100")
         services.append(Service(role, host, int(port)))  # type: ignore[arg-type]
     return services
@@ -51,10 +53,12 @@ class Discovery:
     (docs/router.md says when not).
     """
 
-    def __init__(self, pool: EnginePool, services: Sequence[Service], look_up: Resolve = resolve) -> None:
+    def __init__(
+        self, pool: EnginePool, services: Sequence[Service], look_up: Resolve = resolve, pause_s: float = LOOK_UP_S
+    ) -> None:
         self._pool = pool
         self._services = services
-        self._look_up = look_up
+        self._look_up, self._pause_s = look_up, pause_s
         self._found: dict[Service, set[str]] = {service: set() for service in services}  # URLs that joined
         self._problems: dict[str, str] = {}  # by name or URL; each is logged once
 
@@ -74,8 +78,11 @@ class Discovery:
 
         async def forever() -> None:
             while True:
-                await self.resolve_all()
-                await asyncio.sleep(LOOK_UP_S)
+                try:
+                    await self.resolve_all()
+                except Exception:  # new engines would never be seen
+                    logger.exception("engines are looked up again")
+                await asyncio.sleep(self._pause_s)
 
         task = asyncio.create_task(forever())
         yield

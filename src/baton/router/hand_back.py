@@ -9,8 +9,9 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
-from baton.errors import BatonError, EngineUnavailableError, HandoffError
+from baton.errors import BatonError, EngineUnavailableError, HandoffError, reason_label
 from baton.observe.pace import TokenPace
 from baton.openai.http.api_errors import error_of_chunk
 from baton.openai.http.metrics import Row, counter
@@ -18,7 +19,7 @@ from baton.router.connectors.base import Connector, PrefixLeg
 from baton.router.leg_tasks import Chunks, LegWatch
 from baton.router.policies import PolicyConfig
 from baton.router.pooled_engine import PooledEngine
-from baton.router.prefixes import PromptBlocks
+from baton.router.prefixes import PromptBlocks, prompt_of
 from baton.timeouts import timeout
 from baton.wire import GenerateRequest, Mode, TokenChunk
 
@@ -42,7 +43,7 @@ class HandBack:
 
 
 class HandBacks:
-    """Hands prefixes back if moving is faster than computing, as measured.
+    """Hands prefixes back if moving is faster than computing.
 
     `counts`: by outcome; `too_slow`: computing is faster. `num_tokens`: prompt tokens that prefill engines did not
     compute.
@@ -56,8 +57,8 @@ class HandBacks:
         self.counts: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
         self.num_tokens = 0
-        self._moving: dict[tuple[str, str], TokenPace] = {}
-        self._computing: dict[str, TokenPace] = {}
+        self._moving: WeakKeyDictionary[PooledEngine, WeakKeyDictionary[PooledEngine, TokenPace]] = WeakKeyDictionary()
+        self._computing: WeakKeyDictionary[PooledEngine, TokenPace] = WeakKeyDictionary()
 
     def choose(self, prompt: PromptBlocks, prefill: PooledEngine, engines: Sequence[PooledEngine]) -> HandBack | None:
         """None if hand-back does not pay."""
@@ -94,10 +95,11 @@ class HandBacks:
         return None if whole is None or rest is None else whole - rest
 
     def _pace_of(self, source: PooledEngine, destination: PooledEngine) -> TokenPace:
-        return self._moving.setdefault((source.name, destination.name), TokenPace(_JUDGED_MOVES))
+        moving = self._moving.setdefault(source, WeakKeyDictionary())
+        return moving.setdefault(destination, TokenPace(_JUDGED_MOVES))
 
     def _compute_pace(self, engine: PooledEngine) -> TokenPace:
-        return self._computing.setdefault(engine.name, TokenPace())
+        return self._computing.setdefault(engine, TokenPace())
 
     async def run(
         self,
@@ -120,9 +122,9 @@ class HandBacks:
                 leg = self._connector.prefix_leg(request, back.source, prefill, mode, expected)
                 arrived = await self._move(leg, len(request.prompt_token_ids), back.held, drain)
         except HandoffError as error:
-            self._failed(error.reason)
+            self._failed(reason_label(error.reason))
             if error.reason == "prefix_missing":
-                back.source.known.forget(PromptBlocks(request.prompt_token_ids, request.cache_salt))
+                back.source.known.forget(prompt_of(request))
         except BatonError as error:
             self._failed(type(error).__name__)
         except asyncio.TimeoutError:
@@ -177,11 +179,13 @@ class HandBacks:
     def describe(self) -> dict[str, object]:
         """For `/status`."""
         pairs = {
-            f"{source} to {destination}": round(1.0 / pace.per_token)
-            for (source, destination), pace in self._moving.items()
+            f"{source.name} to {destination.name}": round(1.0 / pace.per_token)
+            for source, moving in self._moving.items()
+            for destination, pace in moving.items()
             if pace.per_token
         }
-        computed = {name: round(1.0 / pace.per_token) for name, pace in self._computing.items() if pace.per_token}
+        computing = self._computing.items()
+        computed = {engine.name: round(1.0 / pace.per_token) for engine, pace in computing if pace.per_token}
         return {
             **{outcome: self.counts[outcome] for outcome in self.OUTCOMES},
             "failures": dict(self.failures),

@@ -35,7 +35,7 @@ class _Leg:
     has_prefilled: bool = False
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)  # slots allow no weak references
 class PooledEngine:
     """Counts cover this process's requests, with tokens as expected at routing. `others`: those of the router's other
     processes; `all_...`: the sums.

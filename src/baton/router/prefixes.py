@@ -1,6 +1,4 @@
-"""An estimate of the prefixes that engines hold, for routing. An engine declines a prompt if too much of it is
-missing.
-"""
+"""An estimate of the prefixes that engines hold, for routing."""
 
 from __future__ import annotations
 
@@ -11,8 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from baton.kvevents.messages import salt_key
+from baton.wire import GenerateRequest
 
-# Tokens per hash. Finer resolution does not matter for routing.
+# Tokens per hash.
 BLOCK_TOKENS = 16
 KEY_BYTES = 8
 # For engines that do not report their KV capacity.
@@ -78,6 +77,12 @@ class PromptBlocks:
         if self._chain is None:
             self._chain = chain_of(self.tokens, self.salt)
         return self._chain
+
+
+def prompt_of(request: GenerateRequest, output: Sequence[int] = ()) -> PromptBlocks:
+    """The request's prompt, and `output` after it. An adapter's KV is useless to other requests."""
+    salt = request.cache_salt if request.adapter is None else f"{request.adapter} {request.cache_salt or ''}"
+    return PromptBlocks([*request.prompt_token_ids, *output] if output else request.prompt_token_ids, salt)
 
 
 class Prefixes(Protocol):

@@ -16,7 +16,7 @@ from baton.router.policies import EngineNeeds, Policies, PolicyConfig
 from baton.router.policies.base import cost
 from baton.router.pool import EnginePool
 from baton.router.pooled_engine import Charge, PooledEngine
-from baton.router.prefixes import PromptBlocks
+from baton.router.prefixes import PromptBlocks, prompt_of
 from baton.wire import GenerateRequest, LegRole, Role
 
 Why = Literal[
@@ -108,7 +108,7 @@ class Routes:
 
         Raises `OverloadedError` if all engines of a needed role are overloaded, except for a resumed request.
         """
-        prompt = PromptBlocks(request.prompt_token_ids, _salt(request))
+        prompt = prompt_of(request)
         for healthy in (True, False):
             usable = self._pool.usable(healthy)
 
@@ -196,11 +196,11 @@ class Routes:
     def served(self, route: Route, request: GenerateRequest, output: Sequence[int]) -> None:
         """The decode engine now holds the KV of the request and its `output`, except for the last token."""
         if self._learns:
-            route.decode.known.learn(PromptBlocks([*request.prompt_token_ids, *output[:-1]], _salt(request)))
+            route.decode.known.learn(prompt_of(request, output[:-1]))
 
     def declined(self, route: Route, request: GenerateRequest) -> None:
         """The decode engine lacks KV that it was expected to hold."""
-        route.decode.known.forget(PromptBlocks(request.prompt_token_ids, _salt(request)))
+        route.decode.known.forget(prompt_of(request))
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +218,3 @@ class _Engines:
         if not free and not self.forced:
             raise OverloadedError(f"all {engines[0].role} engines are overloaded; try again later")
         return free or engines
-
-
-def _salt(request: GenerateRequest) -> str | None:
-    """An adapter's KV is useless to other requests."""
-    return request.cache_salt if request.adapter is None else f"{request.adapter} {request.cache_salt or ''}"

@@ -19,13 +19,10 @@ MAX_COMPILED = 128
 
 
 class Grammars:
-    """Compiles grammars for one vocabulary, and keeps the most recent ones. Thread-safe.
+    """Compiles grammars for one vocabulary, and keeps the most recent ones. Thread-safe."""
 
-    The vocabulary is built at the first use: most engines never see a grammar.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        self._tokenizer, self._model_vocab = tokenizer, vocab_size
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, max_compiled: int = MAX_COMPILED) -> None:
+        self._tokenizer, self._model_vocab, self._max_compiled = tokenizer, vocab_size, max_compiled
         self._eos_ids = frozenset(tokenizer.eos_token_ids)
         self._lock, self._reading = threading.Lock(), threading.Lock()
         self._recent: OrderedDict[StructuredOutputsParams, Compiled] = OrderedDict()
@@ -46,8 +43,7 @@ class Grammars:
         compiled = self._known(asked)
         if compiled is None:
             compiled = self._compile(asked)
-        with self._lock:  # another thread may be copying it too
-            return Matcher(compiled, self._eos_ids)
+        return Matcher(compiled, self._eos_ids)
 
     def close(self) -> None:
         self._checker.close()
@@ -55,22 +51,22 @@ class Grammars:
     def _known(self, asked: StructuredOutputsParams) -> Compiled | None:
         with self._lock:
             compiled = self._in_use.get(asked)
-            if compiled is not None:
-                self._keep(asked, compiled)
+            if compiled is None or compiled.is_worn:
+                return None
+            self._keep(asked, compiled)
             return compiled
 
     def _keep(self, asked: StructuredOutputsParams, compiled: Compiled) -> None:
         self._in_use[asked] = self._recent[asked] = compiled
         self._recent.move_to_end(asked)
-        if len(self._recent) > MAX_COMPILED:
+        if len(self._recent) > self._max_compiled:
             self._recent.popitem(last=False)
 
     def _compile(self, asked: StructuredOutputsParams) -> Compiled:
-        tokens = self._vocabulary()
-        matcher = LLMatcher(tokens, source_of(asked), log_level=0, limits=parser_limits())
-        if matcher.is_error():
-            raise grammar_error(matcher.get_error())
-        compiled = Compiled(matcher, tokens.vocab_size)
+        tokens, source = self._vocabulary(), source_of(asked)
+        compiled = Compiled(lambda: LLMatcher(tokens, source, log_level=0, limits=parser_limits()), tokens.vocab_size)
+        if compiled.matcher.is_error():
+            raise grammar_error(compiled.matcher.get_error())
         with self._lock:
             self._keep(asked, compiled)
         return compiled

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,12 @@ def channels(dtype: torch.dtype) -> Quantise:
     return quantise
 
 
-def whole(weight: Tensor) -> tuple[Parts, Tensor]:
-    small = weight.to(torch.float8_e4m3fn)
-    return {"weight": small, "weight_scale": torch.tensor(2.0)}, small.float() * 2
+def whole(scale: str) -> Quantise:
+    def quantise(weight: Tensor) -> tuple[Parts, Tensor]:
+        small = weight.to(torch.float8_e4m3fn)
+        return {"weight": small, scale: torch.tensor(2.0), "activation_scale": torch.tensor(3.0)}, small.float() * 2
+
+    return quantise
 
 
 def words(numbers: Tensor, dim: int, bits: int = 4) -> Tensor:
@@ -83,6 +87,11 @@ def int8_in_groups(weight: Tensor) -> tuple[Parts, Tensor]:
     return parts, value(numbers, zeros, scale)
 
 
+def without_order(weight: Tensor) -> tuple[Parts, Tensor]:
+    parts, expected = packed(GROUP)(weight)
+    return {**parts, "weight_g_idx": torch.full(weight.shape[1:], -1, dtype=torch.int32)}, expected
+
+
 def packed(group: int, has_zeros: bool = False, has_order: bool = False) -> Quantise:
     def quantise(weight: Tensor) -> tuple[Parts, Tensor]:
         numbers, zeros, scale = grouped(weight, group)
@@ -114,8 +123,9 @@ def gptq(offset: int) -> Quantise:
     return quantise
 
 
-def awq(weight: Tensor) -> tuple[Parts, Tensor]:
+def awq(weight: Tensor, is_symmetric: bool = False) -> tuple[Parts, Tensor]:
     numbers, zeros, scale = grouped(weight)
+    zeros = torch.full_like(zeros, 8) if is_symmetric else zeros
     # The first word holds columns 0, 2, 4, 6, 1, 3, 5, 7.
     order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
 
@@ -134,10 +144,13 @@ def packed_config(size: int = GROUP, **weights: Any) -> dict[str, Any]:
     return group(4, "pack-quantized", **{"strategy": "group", "group_size": size, **weights})
 
 
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "checkpoint_format": None}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP}
 CASES: dict[str, tuple[dict[str, Any], Quantise]] = {
     "fp8 in blocks": ({"quant_method": "fp8", "weight_block_size": [24, 40]}, blocks),
-    "fp8": ({"quant_method": "fp8"}, whole),
+    "fp8": ({"quant_method": "fp8"}, whole("weight_scale")),
+    # As transformers writes it, for example in Mistral's checkpoints.
+    "fp8 of transformers": ({"quant_method": "fp8", "weight_block_size": None}, whole("weight_scale_inv")),
     "compressed-tensors fp8": (
         group(8, "float-quantized", type="float", strategy="channel"),
         channels(torch.float8_e4m3fn),
@@ -150,11 +163,14 @@ CASES: dict[str, tuple[dict[str, Any], Quantise]] = {
     "compressed-tensors int4": (packed_config(), packed(GROUP)),
     "compressed-tensors int4 with zeros": (packed_config(symmetric=False), packed(GROUP, has_zeros=True)),
     "compressed-tensors int4 in another order": (packed_config(actorder="group"), packed(GROUP, has_order=True)),
+    "compressed-tensors int4, order never set": (packed_config(actorder="group"), without_order),
     # Groups that divide neither 64 nor 176 inputs.
     "compressed-tensors int4, odd groups": (packed_config(48, symmetric=False), packed(48, has_zeros=True)),
     "gptq": (GPTQ, gptq(1)),
     "gptq v2": ({**GPTQ, "checkpoint_format": "gptq_v2"}, gptq(0)),
-    "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq),
+    "awq": ({**AWQ, "version": "GEMM"}, awq),
+    # As AutoRound writes it: zero points are stored nevertheless.
+    "awq, symmetric": ({**AWQ, "version": None, "zero_point": False}, partial(awq, is_symmetric=True)),
 }
 
 
@@ -201,7 +217,7 @@ def test_a_weight_is_what_its_parts_stand_for(case: str, tmp_path: Path, caplog:
 def test_fp8_in_blocks_is_that_of_transformers() -> None:
     reference = pytest.importorskip("transformers.integrations.finegrained_fp8").Fp8Dequantize(None)
     weight, factors = torch.randn(128, 256).to(torch.float8_e4m3fn), torch.rand(1, 2) + 0.5
-    scheme = scheme_of({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}})
+    scheme = scheme_of({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, ())
     assert scheme is not None
     found = scheme.dequantise({"weight": weight, "weight_scale_inv": factors})
     assert torch.equal(found, reference._dequantize_one(weight, factors, torch.float32))
@@ -214,7 +230,6 @@ def test_fp8_in_blocks_is_that_of_transformers() -> None:
         ({"quant_method": "gptq", "bits": 3}, "bits is 3"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version"),
-        ({"quant_method": "awq", "bits": 4, "zero_point": False}, "zero_point"),
         (group(4, "nvfp4-pack-quantized"), "nvfp4-pack-quantized"),
         ({"quant_method": "compressed-tensors", "config_groups": {}}, "config_groups"),
         ("int8", "quant_method is 'int8'"),

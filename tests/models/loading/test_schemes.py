@@ -13,7 +13,7 @@ from torch import Tensor
 from baton.errors import CheckpointError
 from baton.models.loading.quantized import QuantizedWeights
 from baton.models.loading.schemes import scheme_of
-from tests.models.loading.test_quantized import CASES
+from tests.models.loading.test_quantized import CASES, words
 
 Change = Callable[[Tensor], Tensor]
 # Square, so that other orders of its sizes do not show.
@@ -22,9 +22,10 @@ SHAPE = (64, 64)
 
 def joined(config: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor | None:
     """The weight of these parts; None if they are not all of one."""
-    scheme = scheme_of({"quantization_config": config})
+    names = [f"layer.{part}" for part in parts]
+    scheme = scheme_of({"quantization_config": config}, names)
     assert scheme is not None
-    weights, made = QuantizedWeights(scheme, [f"layer.{part}" for part in parts]), None
+    weights, made = QuantizedWeights(scheme, names), None
     for part, values in parts.items():
         if weights.name(f"layer.{part}") == "layer.weight":
             made = weights.add(f"layer.{part}", values)
@@ -132,9 +133,11 @@ BY_VALUE: list[Fault] = [
     ("gptq", {}, "g_idx", torch.zeros_like, "more than 16 inputs"),
     ("gptq", {"desc_act": False}, "g_idx", lambda t: t, "another order"),
     ("gptq", {"sym": True}, "qzeros", lambda t: t, "qzeros are not the middle"),
+    ("awq", {"zero_point": False}, "qzeros", lambda t: t, "qzeros are not the middle"),
     # Seven is stored for eight in the first version alone.
     ("gptq v2", {"sym": True}, "qzeros", lambda t: torch.full_like(t, 0x77777777), "qzeros are not the middle"),
     (ORDER, {"actorder": None}, "weight_g_idx", lambda t: t, "another order"),
+    (ORDER, {}, "weight_g_idx", lambda t: torch.cat([t[:-1], -t[:1] - 1]), "one of 4 groups"),
 ]
 
 
@@ -173,15 +176,19 @@ def test_impossible_values_are_named(fault: Fault) -> None:
     refused(config, parts, fault[-1])
 
 
-def test_a_zero_point_of_gptq_is_one_of_the_numbers() -> None:
-    """Zero less one is stored as 15."""
-    config, quantise = CASES["gptq"]
-    parts, _ = quantise(torch.randn(SHAPE))
-    made = joined(config, {**parts, "qzeros": torch.full_like(parts["qzeros"], -1)})
-    assert made is not None
-    index, values = parts["g_idx"].long(), made / parts["scales"][parts["g_idx"].long()].T
-    assert index.max() == 3
-    assert 0 <= float(values.min().round()) <= float(values.max().round()) <= 15
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_a_zero_point_of_gptq_that_is_zero_borrows_from_the_next(bits: int) -> None:
+    """AutoGPTQ and GPTQModel convert whole words: `qzeros -= 0b0001...0001`."""
+    each = 32 // bits
+    numbers = torch.randint(0, 1 << bits, (4, 64)).where(torch.rand(4, 64) < 0.7, torch.tensor(0))
+    parts = {"qweight": torch.randint(-(1 << 31), 1 << 31, (64 // each, 64)).int(), "scales": torch.rand(4, 64) + 0.5}
+    config = {"quant_method": "gptq", "bits": bits, "group_size": 16}
+    packed, ones = words(numbers, 1, bits), words(torch.ones(1, each), 1, bits)
+    second = joined({**config, "checkpoint_format": "gptq_v2"}, {**parts, "qzeros": packed})
+    first = joined(config, {**parts, "qzeros": packed - ones})
+    assert first is not None
+    assert second is not None
+    assert torch.equal(first, second)
 
 
 def test_symmetric_weights_of_gptq_are_read() -> None:

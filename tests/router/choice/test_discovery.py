@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import aiohttp
 import pytest
@@ -64,10 +67,31 @@ def test_services_are_checked() -> None:
     assert read_services(["decode=d.ns:81", "both=e:82"]) == [Service("decode", "d.ns", 81), Service("both", "e", 82)]
 
 
-@pytest.mark.parametrize("bad", ["d:81", "decode=d", "draft=d:81", "decode=d:0", "decode=:1", "decode=d:x"])
+@pytest.mark.parametrize(
+    "bad", ["d:81", "decode=d", "draft=d:81", "decode=d:0", "decode=:1", "decode=d:x", "decode=d..e:81"]
+)
 def test_a_service_without_role_host_or_port_is_refused(bad: str) -> None:
     with pytest.raises(ConfigError, match="discover"):
         read_services([bad])
+
+
+async def test_no_error_ends_discovery() -> None:
+    num_asked, again = 0, asyncio.Event()
+
+    async def look_up(host: str, port: int) -> set[str]:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 1:
+            raise ValueError("not foreseen")
+        again.set()
+        return set()
+
+    pool: Any = SimpleNamespace(engines=[])
+    running = Discovery(pool, [Service("both", "e", 82)], look_up, pause_s=0.0).run()
+    await anext(running)
+    await asyncio.wait_for(again.wait(), 60)
+    with pytest.raises(StopAsyncIteration):
+        await anext(running)
 
 
 async def test_addresses_of_a_name() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from baton.router.hand_back import HandBack, HandBacks, HandBackWatch
 from baton.router.leg_tasks import Chunks
 from baton.router.policies import PolicyConfig, create_policies
 from baton.router.pooled_engine import Charge
-from baton.router.prefixes import PromptBlocks
+from baton.router.prefixes import PromptBlocks, prompt_of
 from baton.router.routes import Routes
 from baton.wire import LegRole, TokenChunk
 from tests.router.choice.test_policies import Pool, asked
@@ -190,6 +191,8 @@ REFUSED = chunk(finish_reason="error", error="prefix_refused: no pages are free"
     [
         ([MISSING], [], "prefix_missing", []),
         ([EngineLostError("gone")], [], "EngineLostError", []),
+        # An engine's own reason makes no entry of its own.
+        ([chunk(finish_reason="error", error="reason 17: of many")], [], "other", []),
         ([], [], "EngineUnavailableError", ["prefill ends"]),
         (
             [chunk(304), "hang"],
@@ -215,6 +218,28 @@ async def test_whatever_fails_the_prefill_engine_computes(
     assert (backs.counts, backs.failures) == ({"failed": 1}, {reason: 1})
     held = pool.decode[0].known.num_tokens(PromptBlocks(NEXT))
     assert held == (0 if reason == "prefix_missing" else 320), "what it denied is not expected again"
+
+
+async def test_a_denied_prefix_of_an_adapter_is_not_expected_again(directory: Path) -> None:
+    pool, request = Pool(directory), asked(NEXT, adapter="tune")
+    source = pool.decode[0]
+    source.known.learn(prompt_of(request))
+    backs = on(Script(prefill=[MISSING]))
+    await backs.run(request, pool.prefill[0], HandBack(source, 320), "push", lambda _: None)
+    assert (backs.failures, source.known.num_tokens(prompt_of(request))) == ({"prefix_missing": 1}, 0)
+
+
+async def test_nothing_is_kept_of_engines_that_have_left(directory: Path) -> None:
+    pool, backs = Pool(directory), on(Script(prefill=[chunk(304)], decode=[chunk(304, finish_reason="length")]))
+    for _ in range(4):
+        await backs.run(asked(NEXT), pool.prefill[0], HandBack(pool.decode[0], 320), "push", lambda _: None)
+        backs.on_first_token(asked(NEXT), pool.prefill[0], chunk(304), 0.1)
+    told: Any = backs.describe()
+    assert [*told["moved_tokens_per_s"], *told["computed_tokens_per_s"]] == ["decode-2 to prefill-0", "prefill-0"]
+    del pool
+    gc.collect()
+    told = backs.describe()
+    assert told["moved_tokens_per_s"] == told["computed_tokens_per_s"] == {}
 
 
 async def test_the_destination_is_told_where_windows_begin(directory: Path) -> None:

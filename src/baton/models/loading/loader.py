@@ -1,7 +1,4 @@
-"""Loads models from Hugging Face checkpoint directories. Never pickle.
-
-Any fault of a directory raises a `CheckpointError` of one line that names the file, tensor or field.
-"""
+"""Loads models from Hugging Face checkpoint directories. Never pickle."""
 
 from __future__ import annotations
 
@@ -70,7 +67,7 @@ def load_model(
 
 def quantized_weights(raw: RawConfig, stored: StoredTensors) -> QuantizedWeights | None:
     """Raises `CheckpointError` for unknown formats."""
-    scheme = scheme_of(raw)
+    scheme = scheme_of(raw, stored.names)
     return None if scheme is None else QuantizedWeights(scheme, stored.names)
 
 

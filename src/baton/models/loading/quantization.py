@@ -52,7 +52,7 @@ def _fp8(config: Mapping[str, Any]) -> Quantization:
 
 
 def _gptq(config: Mapping[str, Any]) -> Quantization:
-    form = config.get("checkpoint_format", "gptq")
+    form = config.get("checkpoint_format") or "gptq"
     if form not in ("gptq", "gptq_v2"):
         raise _error(f"checkpoint_format is {form!r}, expected gptq or gptq_v2")
     return Quantization(
@@ -67,11 +67,15 @@ def _gptq(config: Mapping[str, Any]) -> Quantization:
 
 
 def _awq(config: Mapping[str, Any]) -> Quantization:
-    if (version := str(config.get("version", "gemm")).lower()) != "gemm":
+    if (version := str(config.get("version") or "gemm").lower()) != "gemm":
         raise _error(f"version is {version!r}, expected gemm")
-    if not get_bool(config, "zero_point", True):
-        raise _error("zero_point is false, which is not supported")
-    return Quantization("awq", "awq", bits=_bits(config, "bits", (4,)), block=(1, _group_size(config)))
+    return Quantization(
+        "awq",
+        "awq",
+        bits=_bits(config, "bits", (4,)),
+        block=(1, _group_size(config)),
+        is_symmetric=not get_bool(config, "zero_point", True),
+    )
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Quantization:

@@ -11,14 +11,17 @@ from baton.errors import CheckpointError
 from baton.models.loading.schemes import Scheme
 
 # They change no weight.
-_IGNORED = ("input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "input_zero_point", "input_global_scale")
+_IGNORED = (
+    *("input_scale", "activation_scale", "input_zero_point", "input_global_scale", "output_scale"),
+    *("k_scale", "v_scale", "q_scale", "kv_scale", "k_zero_point", "v_zero_point", "q_zero_point"),
+)
 
 
 class QuantizedWeights:
     """Joins the parts of quantised weights, in any order."""
 
     def __init__(self, scheme: Scheme, names: Collection[str]) -> None:
-        """`names`: all stored. Layers without the scheme's mark are not quantised."""
+        """`names`: all stored."""
         self.scheme = scheme.name
         self._scheme, self._names = scheme, frozenset(names)
         self._waiting: dict[str, dict[str, Tensor]] = {}

@@ -6,7 +6,7 @@ Formats: block-wise FP8 (DeepSeek-V3, arXiv:2412.19437, 3.3), compressed-tensors
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 import torch
@@ -45,8 +45,10 @@ class ScaledWeight:
 
     early: tuple[str, ...] = ()
 
-    def __init__(self, found: Quantization) -> None:
-        is_inverse = found.method == "fp8" and found.block is not None
+    def __init__(self, found: Quantization, names: Collection[str]) -> None:
+        is_inverse = found.method == "fp8" and (
+            found.block is not None or any(name.endswith(".weight_scale_inv") for name in names)
+        )
         self.name, self._block = found.method, found.block
         self.mark = self._scale = "weight_scale_inv" if is_inverse else "weight_scale"
         self._dtypes = _FLOAT8 if found.numbers == "float" else (torch.int8,)
@@ -86,7 +88,7 @@ class PackedWeight:
     mark = "weight_packed"
     early: tuple[str, ...] = ("weight_shape",)
 
-    def __init__(self, found: Quantization) -> None:
+    def __init__(self, found: Quantization, names: Collection[str]) -> None:
         assert found.block is not None
         self._bits, self._groups = found.bits, _Groups(found, "weight_g_idx")
         has = {"weight_zero_point": found.has_zeros, "weight_g_idx": not found.is_ordered}
@@ -124,8 +126,10 @@ class GroupedWeight:
     mark = "qweight"
     early: tuple[str, ...] = ()
 
-    def __init__(self, found: Quantization) -> None:
-        self.name, self._bits, self._zero_offset = found.method, found.bits, found.zero_offset
+    def __init__(self, found: Quantization, names: Collection[str]) -> None:
+        self.name, self._bits = found.method, found.bits
+        # GPTQ's tools convert whole words.
+        self._zero_offset = sum(found.zero_offset << shift for shift in range(0, 32, found.bits))
         self._is_gptq, self._groups = found.form == "gptq", _Groups(found, "g_idx")
         self._is_symmetric = found.is_symmetric
         index = () if found.is_ordered else ("g_idx",)
@@ -145,15 +149,14 @@ class GroupedWeight:
         return torch.Size((out, size))
 
     def dequantise(self, parts: Parts) -> Tensor:
-        scales, bits = _finite("scales", parts), self._bits
+        scales, bits, packed = _finite("scales", parts), self._bits, parts["qzeros"] + self._zero_offset
         if self._is_gptq:
-            values, zeros = unpack_rows(parts["qweight"], bits), unpack_columns(parts["qzeros"], bits)
+            values, zeros = unpack_rows(parts["qweight"], bits), unpack_columns(packed, bits)
         else:
-            values, zeros = unpack_awq(parts["qweight"]), unpack_awq(parts["qzeros"])
-        # Zero less one is stored as the greatest number.
-        zeros = (zeros[:, : scales.shape[1]] + self._zero_offset) & ((1 << bits) - 1)
+            values, zeros = unpack_awq(parts["qweight"]), unpack_awq(packed)
+        zeros = zeros[:, : scales.shape[1]]
         if self._is_symmetric and bool((zeros != 1 << (bits - 1)).any()):
-            raise CheckpointError("qzeros are not the middle of the range, though config.json says sym")
+            raise CheckpointError("qzeros are not the middle of the range, though config.json says symmetric")
         index = self._groups.index(parts, len(values))
         return ((values - zeros[index]).float() * scales[index]).T.contiguous()
 
@@ -181,6 +184,8 @@ class _Groups:
         if (given := parts.get(self._part)) is None:
             return ordered
         index, count = given.long(), self.count(size)
+        if self._part == "weight_g_idx" and bool((index == -1).all()):
+            return ordered
         if bool((index < 0).any()) or bool((index >= count).any()):
             raise CheckpointError(f"{self._part} does not give the {size} inputs one of {count} groups each")
         if int(torch.bincount(index).max()) > (self._size or size):
@@ -232,13 +237,13 @@ def _spread(part: Tensor, shape: torch.Size, block: ScaleBlock | None) -> Tensor
     return part if columns is None else part.repeat_interleave(columns, 1)[:, : shape[1]]
 
 
-def scheme_of(raw: RawConfig) -> Scheme | None:
-    """None for unquantised weights. Raises `CheckpointError` naming what is unsupported."""
+def scheme_of(raw: RawConfig, names: Collection[str]) -> Scheme | None:
+    """None for unquantised weights. `names`: all stored. Raises `CheckpointError` naming what is unsupported."""
     quantization = quantization_of(raw)
-    return None if quantization is None else _SCHEMES[quantization.form](quantization)
+    return None if quantization is None else _SCHEMES[quantization.form](quantization, names)
 
 
-_SCHEMES: dict[str, Callable[[Quantization], Scheme]] = {
+_SCHEMES: dict[str, Callable[[Quantization, Collection[str]], Scheme]] = {
     "scaled": ScaledWeight,
     "packed": PackedWeight,
     "gptq": GroupedWeight,

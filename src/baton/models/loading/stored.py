@@ -1,6 +1,4 @@
-"""The tensors of a checkpoint directory, by the model's names: those that transformers would load. Unused ones are
-logged.
-"""
+"""The tensors of a checkpoint directory, by the model's names: those that transformers would load."""
 
 from __future__ import annotations
 
@@ -163,15 +161,15 @@ class StoredTensors:
         return self._names.get(stored) or self._rename(stored)
 
     def check_layers(self, num_layers: int) -> None:
-        """Raises `CheckpointError` if the last layers are missing, before a model of any size is made."""
+        """Raises `CheckpointError` if the last layers are missing."""
         last = max((layer for name in self._names.values() if (layer := layer_index(name)) is not None), default=-1)
         if -1 < last < num_layers - 1:
             given = f"num_hidden_layers is {num_layers}"
             raise CheckpointError(f"{self._path}: config.json: {given}, but the last stored layer is number {last}")
 
     def unused(self, num_layers: int, own_parts: tuple[str, ...] = ()) -> frozenset[str]:
-        """Tensors of parts that the model lacks, such as a value head or a later layer. Unknown tensors of other parts
-        are not included: `fill_module` refuses them."""
+        """Tensors of parts that the model lacks. Unknown tensors of other parts are not included: `fill_module` refuses
+        them."""
         parts = _PARTS + own_parts
         return frozenset(stored for stored, name in self._names.items() if not _is_of(name, num_layers, parts))
 

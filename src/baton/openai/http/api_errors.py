@@ -23,8 +23,10 @@ from baton.errors import (
     UnknownModelError,
     is_refusal,
 )
+from baton.log_limit import LogLimit
 
 logger = logging.getLogger(__name__)
+logger.addFilter(LogLimit())
 
 _MAX_MESSAGE_CHARS = 2000  # a message may quote what the client sent
 # URLs, socket addresses as Python prints them, IPv4, IPv6, and names with ports. Unbounded lengths would make the

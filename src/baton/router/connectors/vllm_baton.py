@@ -6,6 +6,7 @@ Both legs begin at once with the same prompt; with `seed_first_token` in sequenc
 from __future__ import annotations
 
 import asyncio
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -31,7 +32,7 @@ class VllmBatonConnector(VllmConnector):
 
     def __init__(self, config: ConnectorConfig) -> None:
         super().__init__(config)
-        self._identities: dict[str, VllmIdentity] = {}  # by URL
+        self._identities: WeakKeyDictionary[VllmClient, VllmIdentity] = WeakKeyDictionary()
 
     def legs(self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine, kv_mode: Mode) -> Legs:
         p = VllmClient.of(prefill)
@@ -77,12 +78,12 @@ class VllmBatonConnector(VllmConnector):
 
     def _moves_whole(self, source: VllmClient, destination: VllmClient) -> bool:
         """Whether each block of a window at the destination lies within one of the source."""
-        sends, receives = (self._identities.get(client.url) for client in (source, destination))
+        sends, receives = (self._identities.get(client) for client in (source, destination))
         return sends is not None and receives is not None and sends.prefix_multiple % receives.prefix_multiple == 0
 
     def _handing_back(self, client: VllmClient, role: LegRole) -> VllmIdentity:
         """Raises `HandoffError` if a server does not take legs of hand-backs."""
-        identity = self._identities.get(client.url)
+        identity = self._identities.get(client)
         if identity is None or not identity.moves_prefixes:
             raise HandoffError("no_prefix_cache", f"{client.url} has none, or states")
         if role not in identity.roles:
@@ -143,20 +144,20 @@ class VllmBatonConnector(VllmConnector):
             named = identity.data_parallel_rank is not None and client.rank is None
             problem = "has data-parallel ranks: name each, as URL#dp_rank=0" if named else "has no such rank"
             raise RequestError(f"{client.url} {problem}", "url")
-        self._identities[client.url] = identity
+        self._identities[client] = identity
         return identity
 
     def _computes_one(self, decode: VllmClient) -> bool:
         """Whether the decode server computes only the prompt's last token."""
-        identity = self._identities.get(decode.url)
+        identity = self._identities.get(decode)
         return identity is not None and identity.prefill_multiple == 1
 
     def _truncates(self, prefill: VllmClient) -> bool:
-        identity = self._identities.get(prefill.url)
+        identity = self._identities.get(prefill)
         return identity is not None and identity.truncate_prefill
 
     def _handed_over(self, prefill: VllmClient, num_tokens: int) -> int:
-        identity = self._identities.get(prefill.url)
+        identity = self._identities.get(prefill)
         return num_tokens - 1 if identity is None else identity.handed_over(num_tokens)
 
 

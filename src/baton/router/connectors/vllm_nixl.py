@@ -1,4 +1,4 @@
-"""vLLM servers with vLLM's own NIXL connectors, for comparison and for existing deployments.
+"""vLLM servers with vLLM's own NIXL connectors.
 
 With `NixlConnector` the legs run in sequence: the decode server needs parameters from the prefill response. With
 `NixlPushConnector` both legs begin at once and are paired by request id. Neither server learns that the other gave up;
@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 from typing import ClassVar, Literal
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -49,7 +50,7 @@ class _NixlConnector(VllmConnector):
 
     def __init__(self, config: ConnectorConfig) -> None:
         super().__init__(config)
-        self._addresses: dict[str, _Address] = {}  # by URL
+        self._addresses: WeakKeyDictionary[VllmClient, _Address] = WeakKeyDictionary()
 
     def legs(self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine, kv_mode: Mode) -> Legs:
         """Ignores `kv_mode`."""
@@ -59,7 +60,7 @@ class _NixlConnector(VllmConnector):
 
         async def on_end(outcome: HandoffOutcome) -> None:
             if outcome == "failed":
-                self._addresses.pop(p.url, None)  # the server may have been replaced
+                self._addresses.pop(p, None)  # the server may have been replaced
 
         return Legs(self._chunks(request, prefill, decode), notices=False, on_end=on_end)
 
@@ -86,7 +87,7 @@ class _NixlConnector(VllmConnector):
         if chunk.finish_reason in ("error", "abort"):
             raise EngineUnavailableError(f"engine {p.url}: {chunk.error or 'it gave the request up'}")
         try:
-            address = self._addresses[p.url] = msgspec.convert(params, _Address)
+            address = self._addresses[p] = msgspec.convert(params, _Address)
         except msgspec.ValidationError as error:
             raise ProtocolError(f"{p.url} does not hand over as vLLM's NIXL connectors do: {error}") from None
         if address.transfer_mode != self.mode:
@@ -103,7 +104,7 @@ class _NixlConnector(VllmConnector):
         metrics = await client.metrics()
         if role != "both" and not any(name.startswith(_METRICS) for name in metrics):
             raise ProtocolError(f"{client.url} does not run one of vLLM's NIXL connectors: it has no such metrics")
-        self._addresses.pop(client.url, None)
+        self._addresses.pop(client, None)
         defaults = await client.sampling_defaults()
         if defaults is None:
             log.warning(
@@ -137,7 +138,7 @@ class NixlPushConnector(_NixlConnector):
     def _chunks(
         self, request: GenerateRequest, prefill: PooledEngine, decode: PooledEngine
     ) -> dict[LegRole, LegSource]:
-        address = self._addresses.get(prefill.url)
+        address = self._addresses.get(VllmClient.of(prefill))
         if address is None:
             return super()._chunks(request, prefill, decode)
 
