@@ -66,6 +66,8 @@ HOPS = (
     Hop("baton.vllm.worker", "WorkerSide.finalise", after=lambda given, _: "declared final" if given[1] else None),
     Hop("baton.vllm.worker", "WorkerSide.post", lambda given, _: type(given[1]).__name__),
     Hop("baton.vllm.worker", "WorkerSide.results", after=_if_received),
+    Hop("baton.handoff.agent.operations", "Operations.start", lambda given, _: f"copies {given[2].group}"),
+    Hop("baton.handoff.agent.operations", "Operations.ended", after=lambda _, ended: "copied" if ended else None),
     Hop("baton.handoff.session.sockets", "Channel.send", lambda given, _: f"sends {type(given[2]).__name__}"),
     Hop("baton.handoff.agent.routing", "Routing.on_message", lambda given, _: f"gets {type(given[2]).__name__}"),
 )

@@ -124,14 +124,17 @@ class Pair:
             for token in range(stop, stop + LOOKAHEAD):
                 self.p.slot(table, layer, token)[:] = GARBAGE
 
-    def step(self, start: int, stop: int, hook: Callable[[int], None] | None = None) -> None:
-        """A step as in vLLM: the target's layers, each with its hook, then the drafter, several times."""
+    def step(
+        self, start: int, stop: int, hook: Callable[[int], None] | None = None, once: bool = False, drafts: int = 2
+    ) -> None:
+        """A step as in vLLM: the target's layers, each with its hook, then the drafter, several times. `once`: the
+        worker is told that the drafter runs once."""
         computed = self.computed(stop)
-        self.worker.begin(StepNews(computed=computed))
+        self.worker.begin(StepNews(computed=computed), drafts_once=once)
         for layer in TARGET_LAYERS:
             self.write(layer, start, stop)
             (hook or self.tell)(layer)
-        for _ in range(2):
+        for _ in range(drafts):
             self.write(DRAFTER, start, stop)
             self.tell(DRAFTER)
         self.worker.finalise(computed)
@@ -139,10 +142,10 @@ class Pair:
     def tell(self, layer: int) -> None:
         self.worker.layer_written(layer_name(layer))
 
-    def steps(self, chunk: int) -> None:
+    def steps(self, chunk: int, once: bool = False, drafts: int = 2) -> None:
         length = len(self.tokens)
         for start in range(0, length, chunk):
-            self.step(start, min(start + chunk, length))
+            self.step(start, min(start + chunk, length), once=once, drafts=drafts)
 
     def wrong(self) -> list[str]:
         """Entries that D would continue from and that differ from what it would have computed."""
@@ -162,6 +165,35 @@ def test_what_arrives_is_right_at_every_length(length: int, chunk: int, late: bo
     streamed = {name for event in two.agent.told if isinstance(event, ev.LayersWritten) for name in event.final}
     assert streamed
     assert all(name.startswith("target.") for name in streamed), "a drafter writes its entries several times"
+
+
+@pytest.mark.parametrize("length", [2, 9, 13, 25])
+@pytest.mark.parametrize("chunk", [1, 8, 100])
+@pytest.mark.parametrize("drafts", [0, 1, 2])
+def test_a_drafter_that_runs_once_is_streamed_too(length: int, chunk: int, drafts: int) -> None:
+    """If it then runs twice, its entries are copied again; if it does not run, they are copied with the step."""
+    two = Pair(length)
+    if drafts == 0:
+        two.p.reserve(length + LOOKAHEAD)
+        two.write(DRAFTER, 0, length)
+    two.steps(chunk, once=True, drafts=drafts)
+    assert two.wrong() == []
+    streamed = {name for event in two.agent.told if isinstance(event, ev.LayersWritten) for name in event.final}
+    assert any(name.startswith("draft.") for name in streamed) == (drafts > 0)
+    assert any(isinstance(event, ev.LayersWithdrawn) for event in two.agent.told) == (drafts == 2)
+
+
+def test_a_drafters_layer_is_copied_before_the_end_of_the_step() -> None:
+    two = Pair(25)
+    computed = two.computed(25)
+    two.worker.begin(StepNews(computed=computed), drafts_once=True)
+    for layer in (*TARGET_LAYERS, DRAFTER):
+        two.write(layer, 0, 25)
+        two.tell(layer)
+    before = [(group.partition(".")[0], layer) for group, layer in two.agent.copied]
+    assert before == [*(("target", layer) for layer in TARGET_LAYERS), ("draft", DRAFTER)]
+    two.worker.finalise(computed)
+    assert two.wrong() == []
 
 
 def test_layers_are_copied_while_later_ones_are_computed_and_once() -> None:

@@ -18,7 +18,7 @@ from baton.testing import RecordingAgent
 from baton.vllm.geometry import describe_caches
 from baton.vllm.groups import CacheTable, split_tables
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews
-from baton.vllm.worker import IDLE_WAIT_S, Results, WorkerSide
+from baton.vllm.worker import DECODE_WAIT_S, Results, WorkerSide
 from testkit.handoffs.tickets import make_ticket
 
 
@@ -32,12 +32,14 @@ def worker(agent: RecordingAgent) -> WorkerSide:
     return make_worker(agent)
 
 
-def make_worker(agent: RecordingAgent, commit_at_end: bool = False, abort_timeout: float = 20.0) -> WorkerSide:
+def make_worker(
+    agent: RecordingAgent, commit_at_end: bool = False, abort_timeout: float = 20.0, **more: Any
+) -> WorkerSide:
     buffer = torch.zeros(3, 20, 2, 32, 16)
     caches = {f"model.layers.{i}.attn": buffer[i] for i in range(3)}
     groups = split_tables([CacheTable(0, "full", None, 32, tuple(caches))], num_target_layers=2)
     layout = describe_caches(caches, groups, dict.fromkeys(caches, "k_by_dimension"))
-    side = WorkerSide(layout, commit_at_end, abort_timeout)
+    side = WorkerSide(layout, commit_at_end, abort_timeout, **more)
     side.bind(agent)
     return side
 
@@ -48,7 +50,8 @@ def ticket() -> SignedTicket:
 
 def receive(worker: WorkerSide, opened: OpenDecode) -> None:
     """A decode leg that was announced, and has blocks."""
-    worker.begin(StepNews(announced=[AnnounceDecode(opened.request_id, opened.ticket, 7)], receives=[opened]))
+    worker.begin(StepNews(announced=[AnnounceDecode(opened.request_id, opened.ticket, 7)]))
+    worker.begin(StepNews(receives=[opened]))
 
 
 def both(value: Any) -> dict[str, Any]:
@@ -87,8 +90,20 @@ def test_a_runner_that_speaks_of_preemptions_late(agent: RecordingAgent, preempt
         assert agent.posted[2:] == [(t.key, ev.Sampled(Seeds(first_token=7), False, {}))]
 
 
-def test_only_a_second_idle_step_waits(worker: WorkerSide, monkeypatch: pytest.MonkeyPatch) -> None:
-    # After the first one, vLLM on a GPU may have the tokens of a step that computed something.
+@pytest.mark.parametrize(
+    ("more", "counts", "expected"),
+    [
+        # After the first idle step, vLLM on a GPU may have the tokens of a step that computed something.
+        ({}, [0, 1, 2, 2, 2, 3], [0.004] * 3),
+        ({"alone": True}, [1, 2, 3, 3, 4, 5], [0.004] * 5),
+        ({"alone": True, "longest_wait_s": DECODE_WAIT_S}, [1, 2, 3, 3, 4, 5], [0.004, 0.008, 0.016, 0.004, 0.008]),
+    ],
+    ids=["several workers", "one worker", "decode server"],
+)
+def test_which_idle_steps_wait_and_how_long(
+    more: dict[str, Any], counts: list[int], expected: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = make_worker(RecordingAgent(), **more)
     waits: list[float] = []
 
     class Events(queue.SimpleQueue[ev.HandoffEvent]):
@@ -98,13 +113,16 @@ def test_only_a_second_idle_step_waits(worker: WorkerSide, monkeypatch: pytest.M
             raise queue.Empty
 
     monkeypatch.setattr(worker, "_events", Events())
+    worker.results(idle=True)
+    worker.results()
+    assert waits == [], "no leg waits"
     worker.begin(StepNews(opened=[OpenPrefill("r", ticket(), 99, 7)]))
-    counts = []
+    found = []
     for idle in (True, True, True, False, True, True):
         worker.results(idle)
-        counts.append(len(waits))
-    assert counts == [0, 1, 2, 2, 2, 3]
-    assert set(waits) == {IDLE_WAIT_S}
+        found.append(len(waits))
+    assert found == counts
+    assert waits == expected
 
 
 @pytest.mark.parametrize("released_first", [True, False])

@@ -38,6 +38,12 @@ def split_cache_groups(kv_cache_config: Any) -> list[CacheTable]:
     return tables
 
 
+def most_blocks(config: Any, kv_cache_config: Any) -> list[int]:
+    """Blocks of the longest request, by vLLM's cache group, as vLLM computes its concurrency."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return [-(-int(spec.max_memory_usage_bytes(config)) // int(spec.page_size_bytes)) for spec in specs]
+
+
 def _kind(spec: Any) -> tuple[Kind, int | None, int]:
     """Kind, window and block size. Exact types only: a subclass's blocks may hold other tokens."""
     from vllm.v1 import kv_cache_interface as kv

@@ -162,6 +162,11 @@ def sleeps_when_idle(config: Any) -> bool:
     return not (config.use_v2_model_runner or config.scheduler_config.async_scheduling)
 
 
+def steps_in_turn(config: Any) -> bool:
+    """Whether a step of the one worker begins when vLLM has handled the results of the step before."""
+    return sleeps_when_idle(config) and int(config.parallel_config.world_size) == 1
+
+
 def _check_rotary(config: Any) -> None:
     """Raise `ConfigError` if vLLM would compute RoPE wrongly (docs/vllm.md, "Geometry on CPU")."""
     model, rotary = config.model_config, "rotary_embedding"

@@ -25,6 +25,7 @@ from baton.plugin_base.ranks import joined_addresses
 from baton.vllm import caches, compat
 from baton.vllm.config import read_config
 from baton.vllm.draft_slots import RememberedSlots
+from baton.vllm.groups import EarlyBlocks
 from baton.vllm.metrics import TOTALS, BatonPromMetrics, BatonStats
 from baton.vllm.open_cache import OpenCache, open_cache
 from baton.vllm.scheduler import SchedulerSide
@@ -36,10 +37,11 @@ from baton.wire import VllmIdentity
 @dataclass
 class BatonMetadata(KVConnectorMetadata):
     """A step's messages from scheduler to worker. `idle`: the step computes nothing, and no other engine waits for
-    it."""
+    it. `drafts_once`: the drafter only computes its KV."""
 
     step: StepNews
     idle: bool
+    drafts_once: bool = False
 
 
 @dataclass
@@ -131,7 +133,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         if connector_metadata.step.receives:
             # vLLM does not wait for the GPU: earlier steps may still write to blocks that a receive now has.
             compat.wait_for_device(self._vllm_config)
-        self.worker.begin(connector_metadata.step)
+        self.worker.begin(connector_metadata.step, connector_metadata.drafts_once)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing: receives begin in `bind_connector_metadata`."""
@@ -220,6 +222,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             close_now=None if worker is None else worker.close_now,
             window_tile=min(each.window_tile for each in by_rank),
         )
+        most = caches.most_blocks(self._vllm_config, self._kv_cache_config)
+        self._scheduler.early = EarlyBlocks(tables, self._pool, most)
 
     def on_new_request(self, request: Any) -> None:
         """Redeem the ticket if the new request is a leg."""
@@ -246,7 +250,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             end = new.num_computed_tokens + scheduled[new.req_id]
             side.on_scheduled(new.req_id, end, new.block_ids, replace=True)
         side.first_tokens.place(scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_spec_decode_tokens)
-        if self._skips_drafts and side.only_prefills(scheduled):
+        if drafts_once := self._skips_drafts and side.only_prefills(scheduled):
             # No engine verifies the drafts of prefill legs.
             scheduler_output.num_spec_tokens_to_schedule = 0
         cached = scheduler_output.scheduled_cached_reqs
@@ -256,7 +260,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             side.on_scheduled(request_id, end, blocks, replace=request_id in cached.resumed_req_ids)
         idle = scheduler_output.total_num_scheduled_tokens == 0 and compat.steps_alone(self._vllm_config)
         self._idle_step = scheduler_output if idle and self._sleeps_when_idle else None
-        return BatonMetadata(side.take_step(), idle)
+        return BatonMetadata(side.take_step(), idle, drafts_once)
 
     def update_connector_output(self, connector_output: Any) -> None:
         if isinstance(news := connector_output.kv_connector_worker_meta, BatonWorkerMetadata):

@@ -1,8 +1,8 @@
-"""Streaming by layer: the agent copies a prompt's written target layers while the forward computes later ones.
+"""Streaming by layer: the agent copies a prompt's written layers while the forward computes later ones.
 
 Layers are reported in order, up to the first for which vLLM has not called the connector. The rest become final with
-the step, as do states and the entries of drafters, which run after the target, possibly several times. Runs on vLLM's
-worker thread. Reports wait for `MIN_BYTES`, or the last layer.
+the step, as do states. Drafters' layers are reported only in a step that runs the drafter once. Runs on vLLM's worker
+thread. Reports wait for `MIN_BYTES`, or the last layer of target or drafter.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from baton.handoff.agent.layers import WrittenLayers
+from baton.kv.spec import Owner
 from baton.vllm.geometry import CacheLayout
 
 MIN_BYTES = 8 << 20
@@ -39,21 +40,24 @@ class VllmLayerStream:
     """Call `begin` before a forward, `written` per layer, `end` after it."""
 
     def __init__(self, layout: CacheLayout) -> None:
-        layers = []
+        found: dict[Owner, list[_Layer]] = {"target": [], "draft": []}
         for group in layout.groups:
-            if group.owner == "target" and group.kind != "state":
+            if group.kind != "state":
                 token_bytes = sum(plane.token_bytes for plane in layout.geometries[group.name].geometry.planes)
                 named = zip(group.layers, group.layer_ids, strict=True)
-                layers += [_Layer(name, layer_id, group.name, token_bytes) for name, layer_id in named]
-        self._layers = sorted(layers, key=lambda layer: layer.layer_id)
-        self._names = {layer.name for layer in layers}
+                found[group.owner] += [_Layer(name, layer_id, group.name, token_bytes) for name, layer_id in named]
+        self._target, self._draft = (sorted(layers, key=lambda layer: layer.layer_id) for layers in found.values())
+        self._layers = self._target  # of this forward, in its order
+        self._names: set[str] = set()
         self._prompts: list[StreamedPrompt] = []
         self._written: set[str] = set()
         self._reached = 0  # this many of `_layers` are written
 
-    def begin(self, prompts: Iterable[StreamedPrompt]) -> None:
-        """A previous forward without `end` has failed, and is withdrawn."""
+    def begin(self, prompts: Iterable[StreamedPrompt], drafts_once: bool = False) -> None:
+        """A previous forward without `end` has failed, and is withdrawn. `drafts_once`: the drafter runs once."""
         self.withdraw()
+        self._layers = self._target + self._draft if drafts_once else self._target
+        self._names = {layer.name for layer in self._layers}
         self._written, self._reached = set(), 0
         self._prompts = list(prompts)
 
@@ -68,7 +72,7 @@ class VllmLayerStream:
         start = self._reached
         while self._reached < len(self._layers) and self._layers[self._reached].name in self._written:
             self._reached += 1
-        new, last = self._layers[start : self._reached], self._reached == len(self._layers)
+        new, last = self._layers[start : self._reached], self._reached in (len(self._target), len(self._layers))
         if not new:
             return
         stop = new[-1].layer_id + 1 if last else self._layers[self._reached].layer_id

@@ -20,11 +20,11 @@ from baton.transports.base import Transport
 from baton.transports.registry import transport_name
 from baton.vllm import caches, compat
 from baton.vllm.config import PluginConfig
-from baton.vllm.geometry import describe_caches
+from baton.vllm.geometry import CacheLayout, describe_caches
 from baton.vllm.groups import split_tables
 from baton.vllm.handoff_span import span_maker
 from baton.vllm.scales import describe_scales, worker_scales
-from baton.vllm.worker import WorkerSide
+from baton.vllm.worker import DECODE_WAIT_S, IDLE_WAIT_S, WorkerSide
 from baton.wire import VllmIdentity
 
 _ROLES = {
@@ -90,10 +90,7 @@ def open_cache(
         has_states=any(group.kind == "state" for group in layout.groups),
     )
     whole = join_workers(part, lambda own: compat.gather_workers(config, own))
-    stream = compat.stream_of(config, settings.kv_stream)
-    # One span per handoff, for any number of ranks.
-    on_end = span_maker(settings.integrity) if rank == 0 else None
-    side = WorkerSide(layout, compat.zeroes_before_preemptions(config), kv_stream=stream, on_decode_end=on_end)
+    side = _worker_side(config, settings, layout, rank)
     together = InstanceAgent(whole.instance, side.post)
     with _unbound(config):
         agent, transport = start_agent(
@@ -108,6 +105,19 @@ def open_cache(
     block = math.lcm(*(group.block_size for group in groups)) if windows else 1
     identity = _identity(config, settings.kv_transport, whole, agent.address, tile, block)
     return OpenCache(side, rank, identity, agent, transport, draft_layers, window_tile)
+
+
+def _worker_side(config: Any, settings: PluginConfig, layout: CacheLayout, rank: int) -> WorkerSide:
+    alone, decodes = compat.steps_in_turn(config), config.kv_transfer_config.kv_role == "kv_consumer"
+    return WorkerSide(
+        layout,
+        compat.zeroes_before_preemptions(config),
+        kv_stream=compat.stream_of(config, settings.kv_stream),
+        # One span per handoff, for any number of ranks.
+        on_decode_end=span_maker(settings.integrity) if rank == 0 else None,
+        alone=alone,
+        longest_wait_s=DECODE_WAIT_S if alone and decodes else IDLE_WAIT_S,
+    )
 
 
 def _identity(

@@ -22,7 +22,7 @@ from baton.log_limit import LogLimit
 from baton.sampling_params import SamplingParams
 from baton.vllm.adapters import Adapters, VllmRequest, beside_tokens
 from baton.vllm.first_step import FirstTokens
-from baton.vllm.groups import BlockPool, CacheTable, PartialBlocks, without_passed_blocks
+from baton.vllm.groups import BlockPool, CacheTable, EarlyBlocks, PartialBlocks, without_passed_blocks
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews, Tables
 from baton.wire import BATON_PARAM, LegParams, VllmIdentity, VllmPrefix
 
@@ -66,8 +66,8 @@ def handoff_digest(tokens: Sequence[int], adapter: str = "") -> bytes:
 
 class SchedulerSide:
     """The legs in vLLM's scheduler, by request id. `refused` counts refused legs by reason; their requests are served
-    without a handoff. `verify_first`: see `PluginConfig.first_step`. `close_now`: the worker's, if it is in this
-    process. `window_tile`: see `OpenCache`.
+    without a handoff. `early`: without it, decode legs wait for P's admission. `verify_first`: see
+    `PluginConfig.first_step`. `close_now`: the worker's, if it is in this process. `window_tile`: see `OpenCache`.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class SchedulerSide:
         self.identity = identity
         self.refused: Counter[str] = Counter()
         self.first_tokens = FirstTokens()
+        self.early: EarlyBlocks | None = None
         self._verify_first = verify_first
         self._close_now = close_now
         self._ticket_key = ticket_key
@@ -192,16 +193,19 @@ class SchedulerSide:
 
     def num_matched(self, request_id: str, num_computed: int) -> int | None:
         """How many tokens come from P, if the first `num_computed` are here. Idempotent. None until all workers report
-        P's admission (which may need the blocks that the leg would hold), while a partial block is in the prefix cache,
-        and always for a hand-back that lacks its prefix.
+        P's admission (which may need the blocks that the leg would hold) or there is room for early legs, while a
+        partial block is in the prefix cache, and always for a hand-back that lacks its prefix.
         """
         if self._partial.waiting or self._lacks_prefix(request_id, num_computed):
             return None
         leg = self._decodes.get(request_id)
         if leg is None or leg.receiving or leg.num_tokens <= num_computed:
             return 0
-        everywhere = len(leg.admitted) == len(self.identity.control_addresses)
-        return leg.num_tokens - num_computed if everywhere else None
+        may = self._is_admitted(leg) or (self.early is not None and self.early.fits(leg.num_tokens))
+        return leg.num_tokens - num_computed if may else None
+
+    def _is_admitted(self, leg: _Decode) -> bool:
+        return len(leg.admitted) == len(self.identity.control_addresses)
 
     def _lacks_prefix(self, request_id: str, num_computed: int) -> bool:
         """Whether this is a prefill leg of a hand-back whose KV is not in the prefix cache. The other engine computes
@@ -220,6 +224,8 @@ class SchedulerSide:
         for rank, request_id in news:
             if (leg := self._decodes.get(request_id)) is not None:
                 leg.admitted.add(rank)
+                if self.early is not None and self._is_admitted(leg):
+                    self.early.ended(request_id)
 
     def on_allocated(self, request_id: str, tables: Tables, num_external: int) -> None:
         """`num_external`: tokens that come from P."""
@@ -227,9 +233,11 @@ class SchedulerSide:
         if leg is None or leg.receiving:
             return
         leg.receiving = num_external > 0
-        leg.hit = leg.num_tokens - num_external
-        opened = OpenDecode(request_id, leg.ticket, leg.num_tokens, leg.hit, tables, leg.receiving, leg.whole_blocks)
-        self._step.receives.append(opened)
+        leg.hit, admitted = leg.num_tokens - num_external, self._is_admitted(leg)
+        if leg.receiving and not admitted and self.early is not None:
+            self.early.allocated(request_id, leg.num_tokens)
+        ask = (leg.num_tokens, leg.hit, tables, leg.receiving, leg.whole_blocks, admitted)
+        self._step.receives.append(OpenDecode(request_id, leg.ticket, *ask))
         if not leg.receiving:
             self.on_received(request_id)
         elif not leg.whole_blocks:
@@ -237,6 +245,8 @@ class SchedulerSide:
 
     def on_received(self, request_id: str, failed: bool = False) -> None:
         self._partial.received(request_id, failed)
+        if self.early is not None:
+            self.early.ended(request_id)
         leg = self._decodes.pop(request_id, None)
         if leg is not None and leg.is_prefix:
             self._prefixes[request_id] = leg.hit if failed else leg.num_tokens

@@ -44,8 +44,8 @@ class ClosePrefill:
 
 @dataclass(frozen=True, slots=True)
 class AnnounceDecode:
-    """A decode leg arrived. It gets no blocks before P has admitted it. `next_token`: the prompt's token after the
-    handed-over ones, computed by this engine. `traceparent`: if vLLM traces the request.
+    """A decode leg arrived. `next_token`: the prompt's token after the handed-over ones, computed by this engine.
+    `traceparent`: if vLLM traces the request.
     """
 
     request_id: str
@@ -58,7 +58,7 @@ class AnnounceDecode:
 class OpenDecode:
     """vLLM gave blocks to a decode leg of `num_tokens` tokens, the first `hit` are in place. `parked`: the request
     waits for the rest; else no KV is wanted, but P must be notified. `whole_blocks`: all of a window's first block is
-    wanted.
+    wanted. `admitted`: P has admitted the leg.
     """
 
     request_id: str
@@ -68,6 +68,7 @@ class OpenDecode:
     tables: Tables
     parked: bool
     whole_blocks: bool = False
+    admitted: bool = True
 
 
 @dataclass(slots=True)

@@ -35,6 +35,9 @@ ABORT_TIMEOUT_S = 60.0
 # While legs wait for their peers, vLLM steps about once per millisecond without work. Waiting for an event of the agent
 # frees the cores, and delays a new request by at most this time.
 IDLE_WAIT_S = 0.004
+# A decode server waits twice as long in each of these steps as in the one before, up to this: with its metrics, a step
+# costs about 1 ms of CPU time, which a prefill server on the same machine needs.
+DECODE_WAIT_S = 0.016
 
 
 @dataclass(slots=True)
@@ -52,7 +55,8 @@ class WorkerSide:
 
     `commit_at_end`: finish a prefill leg when vLLM finishes its request, not when its prompt is computed, because the
     runner writes to a preempted leg's blocks before it reports the preemption. `on_decode_end`: called on vLLM's
-    thread.
+    thread. `alone`: no other worker waits for this one's results, and a step begins after those of the step before.
+    `longest_wait_s`: of a step that computes nothing.
     """
 
     def __init__(
@@ -62,13 +66,16 @@ class WorkerSide:
         abort_timeout: float = ABORT_TIMEOUT_S,
         kv_stream: KVStream = "chunk",
         on_decode_end: OnDecodeEnd | None = None,
+        alone: bool = False,
+        longest_wait_s: float = IDLE_WAIT_S,
     ) -> None:
         self._on_decode_end = on_decode_end
         self.counts: Counter[str] = Counter()
         self._commit_at_end = commit_at_end
         self._kv_stream = kv_stream
         self._layers: VllmLayerStream | None = None
-        self._was_idle = False
+        self._alone, self._longest_wait_s = alone, longest_wait_s
+        self._num_idle = 0  # idle steps in a row
         self._layout = layout
         self._abort_timeout = abort_timeout
         self._tiles = {name: rank.geometry.tile for name, rank in layout.geometries.items()}
@@ -112,8 +119,8 @@ class WorkerSide:
             except queue.Empty:
                 raise HandoffError("not_answering", "the handoff agent does not give up preempted requests") from None
 
-    def begin(self, step: StepNews) -> None:
-        """Pass the step's messages to the agent, before the forward pass."""
+    def begin(self, step: StepNews, drafts_once: bool = False) -> None:
+        """Pass the step's messages to the agent, before the forward pass, in which the drafter may run once only."""
         for opened in step.opened:
             self._open_prefill(opened)
         for ticket in step.turned_away:
@@ -123,12 +130,14 @@ class WorkerSide:
             self.agent.admit_prefill(key)
         for closed in step.closed:
             self._close_prefill(closed)
+        placed = {receive.ticket.key for receive in step.receives}
         for announced in step.announced:
             ticket = announced.ticket
             decode = WorkerDecode(announced.request_id, announced.next_token, ticket.mode, announced.traceparent)
             decode.mark("announced")
             self._decodes[ticket.key] = decode
-            self.agent.announce_decode(ticket)
+            if ticket.key not in placed:
+                self.agent.announce_decode(ticket)
         for receive in step.receives:
             self._receive(receive)
         for key in step.aborted:
@@ -139,7 +148,7 @@ class WorkerSide:
                 if key in self._prefills:
                     self.agent.abort(key, reason)
         if self._layers is not None:
-            self._layers.begin(list(self._pushed(step.computed)))
+            self._layers.begin(list(self._pushed(step.computed)), drafts_once)
 
     def _pushed(self, computed: Sequence[ComputedTokens]) -> Iterator[StreamedPrompt]:
         """The prompts of the coming forward whose KV this engine pushes."""
@@ -186,14 +195,16 @@ class WorkerSide:
         self.agent.finish_prefill(key, Seeds(first_token=token or 0, draft_token_ids=drafts), False, {})
 
     def results(self, idle: bool = False) -> Results:
-        """Handoffs that ended since the last call. In the second of two consecutive `idle` steps, waits up to
-        `IDLE_WAIT_S` for an event; not in the first, when vLLM may still hold tokens of the previous step."""
+        """Handoffs that ended since the last call. Waits for an event in an `idle` step; not in the first of several if
+        vLLM may still hold tokens of the step before."""
         self._take_events()
         waiting = self._decodes or self._prefills
-        waits, self._was_idle = idle and self._was_idle, idle
+        waits = idle and (self._alone or self._num_idle > 0)
+        wait_s = min(IDLE_WAIT_S * 2 ** min(self._num_idle, 8), self._longest_wait_s)
+        self._num_idle = self._num_idle + 1 if idle else 0
         if waits and waiting and self._results == Results() and not self._admitted:
             with contextlib.suppress(queue.Empty):
-                self._on_event(self._events.get(timeout=IDLE_WAIT_S))
+                self._on_event(self._events.get(timeout=wait_s))
             self._take_events()
         out, self._results = self._results, Results()
         return out
@@ -255,7 +266,8 @@ class WorkerSide:
         if receive.parked:
             ask = (receive.num_tokens, receive.hit, receive.whole_blocks)
             wanted = {group.name: group.wanted(*ask) for group in self._layout.groups}
-        self.agent.open_decode(receive.ticket, receive.num_tokens, wanted, self._layout.kernel_tables(receive.tables))
+        tables = self._layout.kernel_tables(receive.tables)
+        self.agent.open_decode(receive.ticket, receive.num_tokens, wanted, tables, receive.admitted)
 
     def _on_event(self, event: ev.HandoffEvent) -> None:
         if isinstance(event, ev.PrefillReleased):

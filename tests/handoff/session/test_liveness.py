@@ -40,6 +40,30 @@ def test_sessions_outlive_their_lease_while_both_live(world: World) -> None:
     assert all(session.round_trip is not None and 0 < session.round_trip <= 3 * STEP for session in sessions)
 
 
+@pytest.mark.parametrize("name", ["P", "D"])
+def test_an_idle_engine_wakes_when_a_renewal_is_due(world: World, name: str) -> None:
+    """Later, it would be sent in the midst of the next handoff."""
+    found = {each: Node(world, each) for each in ("P", "D")}
+    world.hand_over(found["P"], found["D"])
+    world.run(5.3)
+    node = found[name].node
+    (session,) = [*node.sessions.clients.values(), *node.sessions.servers.values()]
+    due = session.renew_sent + TIMERS.renew - world.clock.now
+    assert 0 < due < TIMERS.renew - STEP
+    assert node.run_timers() == pytest.approx(due)
+
+
+def test_sessions_are_renewed_together(world: World) -> None:
+    d = Node(world, "D")
+    for name in ("P", "Q", "R"):
+        world.hand_over(Node(world, name), d)
+        world.run(0.35)
+    world.run(5)
+    sessions = d.node.sessions.servers.values()
+    assert len(sessions) == 3
+    assert len({session.renew_sent for session in sessions}) == 1
+
+
 def test_a_session_that_nothing_needs_ends_and_another_begins_when_needed(world: World, mode: str) -> None:
     timers = replace(TIMERS, idle=20.0)
     p, d, other = Node(world, "P", timers), Node(world, "D", timers), Node(world, "Q", timers)

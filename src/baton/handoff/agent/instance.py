@@ -182,8 +182,8 @@ class InstanceAgent(Agent):
             case ev.Sampled(seeds, finished, final):
                 own = seeds if pair[P] == self.instance.sampling else NO_SEEDS
                 return ev.Sampled(own, finished, _restrict(final, groups))
-            case DecodePages(ticket, prompt_len, wanted, pages):
-                return DecodePages(ticket, prompt_len, _restrict(wanted, groups), _restrict(pages, groups))
+            case DecodePages(_, _, wanted, pages):
+                return replace(event, wanted=_restrict(wanted, groups), pages=_restrict(pages, groups))
             case _:
                 return event
 

@@ -29,14 +29,16 @@ class DecodeLeg:
 
 @dataclass(frozen=True, slots=True)
 class DecodePages:
-    """The pages of D's leg. Follows `DecodeAdmitted`; or comes without `DecodeLeg` if the engine has pages for all
-    requests (docs/protocol.md, "No deadlock").
+    """The pages of D's leg. Follows `DecodeAdmitted`; or comes before, perhaps without `DecodeLeg`, if the engine
+    leaves pages for all requests that P admits (docs/protocol.md, "No deadlock"). `admitted`: False if P may still be
+    waiting for pages, which has no time limit.
     """
 
     ticket: SignedTicket
     prompt_len: int
     wanted: dict[str, Interval]
     pages: dict[str, list[int]]
+    admitted: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +92,14 @@ class Agent(ABC):
         self.post(ticket.key, DecodeLeg(ticket))
 
     def open_decode(
-        self, ticket: SignedTicket, prompt_len: int, wanted: dict[str, Interval], pages: dict[str, list[int]]
+        self,
+        ticket: SignedTicket,
+        prompt_len: int,
+        wanted: dict[str, Interval],
+        pages: dict[str, list[int]],
+        admitted: bool = True,
     ) -> None:
-        self.post(ticket.key, DecodePages(ticket, prompt_len, dict(wanted), copy_tables(pages)))
+        self.post(ticket.key, DecodePages(ticket, prompt_len, dict(wanted), copy_tables(pages), admitted))
 
     def abort(self, key: AttemptKey, reason: str, taken: Callable[[], None] | None = None) -> None:
         self.post(key, GiveUp(reason, taken=taken))

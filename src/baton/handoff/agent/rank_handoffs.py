@@ -63,6 +63,8 @@ class RankHandoffs(Agent):
                     taken()
             case _:
                 if (prefill := self.runner.prefills.get(key)) is not None:
+                    if isinstance(event, ev.PagesGiven):
+                        prefill.on_admitted(self.clock.monotonic())
                     self.runner.feed(prefill, event)
 
     def knows(self, key: AttemptKey) -> bool:
@@ -91,7 +93,7 @@ class RankHandoffs(Agent):
         addresses = ticket.prefill_addresses
         attempt = DecodeAttempt(expiry, machine=machine, address=addresses[key.source_rank], num_sources=len(addresses))
         if pages is not None:
-            attempt.begun = self.clock.monotonic()
+            attempt.on_placed(self.clock.monotonic(), pages.admitted)
         self.runner.decodes.add(key, attempt)
         self.routing.dial(attempt, ticket)
 
@@ -102,7 +104,7 @@ class RankHandoffs(Agent):
         elif not attempt.machine.takes_pages:
             log.warning("attempt %s is open already", key)
         else:
-            attempt.begun = self.clock.monotonic()
+            attempt.on_placed(self.clock.monotonic(), event.admitted)
             self.runner.feed(attempt, ev.Placed(event.wanted, event.pages))
 
     def abort_all(self) -> None:
@@ -130,7 +132,7 @@ class RankHandoffs(Agent):
         self.sessions.renew(now)
         live = self.runner.live()
         if not live and not self.routing.registrations.holding:
-            return min(timers.renew, timers.retry)
+            return min(self.sessions.until_renew(now), timers.renew, timers.retry)
         due = min([self._checked + timers.check, *(attempt.next_tick for attempt in live)])
         return max(0.0, due - now)
 

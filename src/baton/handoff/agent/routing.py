@@ -96,6 +96,7 @@ class Routing:
             raise ProtocolError("message for an attempt of other engines")
         known = self._runner.decodes.get(key)
         if known is not None:
+            known.on_answer(self._clock.monotonic())
             if isinstance(message, Ready):
                 if session.is_connecting:
                     return  # copies need the connection; P repeats READY

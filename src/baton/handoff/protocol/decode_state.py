@@ -30,6 +30,10 @@ class DecodeState(AttemptMachine[Phase]):
         return self.phase not in UNREACHED
 
     @property
+    def is_admitted(self) -> bool:
+        return self.phase is Phase.ADMITTED
+
+    @property
     def takes_pages(self) -> bool:
         """The engine may give pages; an ended attempt ignores them."""
         return self.phase in UNPLACED or self.phase is Phase.WITHDRAWN or self.closed

@@ -44,6 +44,11 @@ class PrefillState(AttemptMachine[Phase]):
         return self.engine in (EnginePhase.RELEASED, EnginePhase.RELEASE_DUE)
 
     @property
+    def admitted(self) -> bool:
+        """The engine has given the request pages, or has ended it."""
+        return self.engine not in (EnginePhase.ABSENT, EnginePhase.OPENED)
+
+    @property
     def claimed(self) -> bool:
         return self.peer in (PeerPhase.ANNOUNCED, PeerPhase.REGISTERED)
 

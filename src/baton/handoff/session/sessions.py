@@ -6,6 +6,7 @@ An unproven peer gets no transport descriptor, and cannot move or end a session 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -204,10 +205,17 @@ class Sessions:
     def _all(self) -> list[Session]:
         return [*self.clients.values(), *self.servers.values()]
 
+    def until_renew(self, now: float) -> float:
+        """Seconds until the first RENEW is due, so that it is not sent in the midst of the next handoff."""
+        sent = [session.renew_sent for session in self._all() if session.established]
+        return max(0.0, min(sent) + self.config.timers.renew - now) if sent else math.inf
+
     def renew(self, now: float) -> None:
+        """Send the RENEWs that are due, and then also those that soon will be: this rank wakes once for all of them."""
         timers = self.config.timers
+        early = timers.renew / 2 if self.until_renew(now) == 0.0 else 0.0
         for session in self._all():
-            if session.established and now >= session.renew_sent + timers.renew:
+            if session.established and now >= session.renew_sent + timers.renew - early:
                 session.nonce, session.renew_sent = session.nonce + 1, now
                 self.channel.send(session.connection, Renew(timers.lease, session.nonce, stalled=self.is_stalled()))
 
