@@ -39,7 +39,7 @@ def split_cache_groups(kv_cache_config: Any) -> list[CacheTable]:
 
 
 def most_blocks(config: Any, kv_cache_config: Any) -> list[int]:
-    """Blocks of the longest request, by vLLM's cache group, as vLLM computes its concurrency."""
+    """Of the longest request, by cache group."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return [-(-int(spec.max_memory_usage_bytes(config)) // int(spec.page_size_bytes)) for spec in specs]
 

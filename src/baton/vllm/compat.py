@@ -163,7 +163,7 @@ def sleeps_when_idle(config: Any) -> bool:
 
 
 def steps_in_turn(config: Any) -> bool:
-    """Whether a step of the one worker begins when vLLM has handled the results of the step before."""
+    """Whether one worker's step begins after vLLM has handled the last one's results."""
     return sleeps_when_idle(config) and int(config.parallel_config.world_size) == 1
 
 

@@ -37,7 +37,7 @@ from baton.wire import VllmIdentity
 @dataclass
 class BatonMetadata(KVConnectorMetadata):
     """A step's messages from scheduler to worker. `idle`: the step computes nothing, and no other engine waits for
-    it. `drafts_once`: the drafter only computes its KV."""
+    it. `drafts_once`: it proposes none."""
 
     step: StepNews
     idle: bool

@@ -52,9 +52,8 @@ class BlockPool(Protocol):
 class PartialBlocks:
     """First blocks of received windows, by request: the entries before the window did not come.
 
-    When vLLM continues the request, it enters these blocks into its prefix cache as complete: another prompt that ends
-    its hit there would read entries that never came. So they are evicted at the end of that step, before any other
-    prefix lookup. `tile`: tokens of a window that come together.
+    When vLLM continues the request, it enters these blocks into its prefix cache as complete. So they are evicted in
+    that step, before another prefix lookup. `tile`: tokens of a window that come together.
     """
 
     def __init__(self, cache_tables: Sequence[CacheTable], pool: BlockPool, tile: int) -> None:
@@ -92,20 +91,14 @@ class PartialBlocks:
 
 
 class BlockCounts(Protocol):
-    """vLLM's pool. `num_gpu_blocks`: with the null block."""
-
-    num_gpu_blocks: int
+    num_gpu_blocks: int  # with the null block
 
     def get_num_free_blocks(self) -> int: ...
 
 
 class EarlyBlocks:
-    """Decode legs that have blocks before P has admitted them, by request.
-
-    Such a leg registers at once, so P copies its KV while it computes the prompt. Its blocks wait for P, which may
-    itself wait for this engine to take admitted legs, so these must always find room: early legs leave enough blocks
-    for the longest request. They also leave half of the pool free when they come, so that running requests are not
-    preempted for them. `most`: blocks of the longest request, by block table.
+    """Decode legs with blocks before P's admission (docs/vllm.md): they leave room for the longest request, against
+    deadlock, and half of the pool. `most`: the longest's blocks, by table.
     """
 
     def __init__(self, cache_tables: Sequence[CacheTable], pool: BlockCounts, most: Sequence[int]) -> None:
@@ -114,21 +107,20 @@ class EarlyBlocks:
         self._held: dict[str, int] = {}
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether a leg of `num_tokens` tokens may have its blocks now."""
         need, usable = self._need(num_tokens), self._pool.num_gpu_blocks - 1
         left = usable - sum(self._held.values()) - need
         return left >= sum(self._most) and 2 * (self._pool.get_num_free_blocks() - need) >= usable
 
     def _need(self, num_tokens: int) -> int:
         sizes = (self._sizes.get(table, 1) for table in range(len(self._most)))
-        # vLLM keeps room for what comes after the prompt too.
+        # 2: vLLM keeps room for output.
         return sum(min(most, -(-num_tokens // size) + 2) for most, size in zip(self._most, sizes, strict=True))
 
     def allocated(self, request_id: str, num_tokens: int) -> None:
         self._held[request_id] = self._need(num_tokens)
 
     def ended(self, request_id: str) -> None:
-        """The leg is admitted, or over."""
+        """Or admitted."""
         self._held.pop(request_id, None)
 
 

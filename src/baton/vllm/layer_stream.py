@@ -1,8 +1,7 @@
 """Streaming by layer: the agent copies a prompt's written layers while the forward computes later ones.
 
-Layers are reported in order, up to the first for which vLLM has not called the connector. The rest become final with
-the step, as do states. Drafters' layers are reported only in a step that runs the drafter once. Runs on vLLM's worker
-thread. Reports wait for `MIN_BYTES`, or the last layer of target or drafter.
+Layers are reported in order, up to the first for which vLLM has not called the connector; a drafter's only if it runs
+once. The rest become final with the step, as do states. Reports wait for `MIN_BYTES`, or a last layer.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class VllmLayerStream:
         self._reached = 0  # this many of `_layers` are written
 
     def begin(self, prompts: Iterable[StreamedPrompt], drafts_once: bool = False) -> None:
-        """A previous forward without `end` has failed, and is withdrawn. `drafts_once`: the drafter runs once."""
+        """A previous forward without `end` has failed, and is withdrawn."""
         self.withdraw()
         self._layers = self._target + self._draft if drafts_once else self._target
         self._names = {layer.name for layer in self._layers}

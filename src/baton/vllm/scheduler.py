@@ -192,9 +192,9 @@ class SchedulerSide:
     # ------------------------------------------------------------ decode leg
 
     def num_matched(self, request_id: str, num_computed: int) -> int | None:
-        """How many tokens come from P, if the first `num_computed` are here. Idempotent. None until all workers report
-        P's admission (which may need the blocks that the leg would hold) or there is room for early legs, while a
-        partial block is in the prefix cache, and always for a hand-back that lacks its prefix.
+        """How many tokens come from P, if the first `num_computed` are here. Idempotent. None without P's
+        admission or room for early legs, while a partial block is in the prefix cache, and for a hand-back that lacks
+        its prefix.
         """
         if self._partial.waiting or self._lacks_prefix(request_id, num_computed):
             return None

@@ -58,7 +58,7 @@ class AnnounceDecode:
 class OpenDecode:
     """vLLM gave blocks to a decode leg of `num_tokens` tokens, the first `hit` are in place. `parked`: the request
     waits for the rest; else no KV is wanted, but P must be notified. `whole_blocks`: all of a window's first block is
-    wanted. `admitted`: P has admitted the leg.
+    wanted.
     """
 
     request_id: str

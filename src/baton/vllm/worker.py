@@ -35,8 +35,7 @@ ABORT_TIMEOUT_S = 60.0
 # While legs wait for their peers, vLLM steps about once per millisecond without work. Waiting for an event of the agent
 # frees the cores, and delays a new request by at most this time.
 IDLE_WAIT_S = 0.004
-# A decode server waits twice as long in each of these steps as in the one before, up to this: with its metrics, a step
-# costs about 1 ms of CPU time, which a prefill server on the same machine needs.
+# A decode server's waits double up to this: a step costs 1 ms of CPU time.
 DECODE_WAIT_S = 0.016
 
 
@@ -55,8 +54,7 @@ class WorkerSide:
 
     `commit_at_end`: finish a prefill leg when vLLM finishes its request, not when its prompt is computed, because the
     runner writes to a preempted leg's blocks before it reports the preemption. `on_decode_end`: called on vLLM's
-    thread. `alone`: no other worker waits for this one's results, and a step begins after those of the step before.
-    `longest_wait_s`: of a step that computes nothing.
+    thread. `alone`: see `compat.steps_in_turn`.
     """
 
     def __init__(
@@ -75,7 +73,7 @@ class WorkerSide:
         self._kv_stream = kv_stream
         self._layers: VllmLayerStream | None = None
         self._alone, self._longest_wait_s = alone, longest_wait_s
-        self._num_idle = 0  # idle steps in a row
+        self._num_idle = 0  # in a row
         self._layout = layout
         self._abort_timeout = abort_timeout
         self._tiles = {name: rank.geometry.tile for name, rank in layout.geometries.items()}
@@ -120,7 +118,6 @@ class WorkerSide:
                 raise HandoffError("not_answering", "the handoff agent does not give up preempted requests") from None
 
     def begin(self, step: StepNews, drafts_once: bool = False) -> None:
-        """Pass the step's messages to the agent, before the forward pass, in which the drafter may run once only."""
         for opened in step.opened:
             self._open_prefill(opened)
         for ticket in step.turned_away:
@@ -151,7 +148,6 @@ class WorkerSide:
             self._layers.begin(list(self._pushed(step.computed)), drafts_once)
 
     def _pushed(self, computed: Sequence[ComputedTokens]) -> Iterator[StreamedPrompt]:
-        """The prompts of the coming forward whose KV this engine pushes."""
         for entry in computed:
             leg = self._prefills.get(entry.key)
             if leg is None or leg.blocks is not BlocksPhase.COMPUTING:
@@ -195,8 +191,7 @@ class WorkerSide:
         self.agent.finish_prefill(key, Seeds(first_token=token or 0, draft_token_ids=drafts), False, {})
 
     def results(self, idle: bool = False) -> Results:
-        """Handoffs that ended since the last call. Waits for an event in an `idle` step; not in the first of several if
-        vLLM may still hold tokens of the step before."""
+        """Handoffs that ended since the last call. Waits in an `idle` step, unless vLLM may hold tokens of the last."""
         self._take_events()
         waiting = self._decodes or self._prefills
         waits = idle and (self._alone or self._num_idle > 0)
@@ -215,7 +210,6 @@ class WorkerSide:
         return out
 
     def take_first_tokens(self) -> dict[str, int]:
-        """First tokens of commits since the last call, by request."""
         out, self._first_tokens = self._first_tokens, {}
         return out
 
@@ -294,7 +288,6 @@ class WorkerSide:
                 self._received(decode, event)
 
     def _report_if_settled(self, key: AttemptKey, leg: WorkerPrefill) -> None:
-        """Report the blocks as free if vLLM finished the request and the agent released them."""
         if leg.end is EndPhase.SETTLED:
             del self._prefills[key]
             if leg.held:

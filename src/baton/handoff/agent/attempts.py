@@ -78,18 +78,17 @@ class PrefillAttempt(_Attempt):
         return self.machine.claimed and not self.machine.closed and session.is_connecting
 
     def restart_time_limit(self, now: float) -> None:
-        """Called for each claim: waiting for D's pages, and then for this engine's, has no limit."""
+        """For each claim."""
         if not (self.machine.registered and self.machine.admitted):
             self.begun = now
 
     def on_admitted(self, now: float) -> None:
-        """This engine gives the request its pages."""
         if self.begun is not None:
             self.begun = now
 
     def deadline(self, handoff_s: float) -> float:
-        """The ticket's expiry; once the engine has opened the leg and D has sent a claim, `handoff_s` after D's last
-        ANNOUNCE, D's first REGISTER, or the engine's admission, whichever is later.
+        """The ticket's expiry; once the engine has opened the leg and D has sent a claim, `handoff_s` after the last of
+        ANNOUNCE, first REGISTER and admission.
         """
         return self.expiry if self.begun is None or not self.machine.opened else self.begun + handoff_s
 
@@ -110,12 +109,11 @@ class DecodeAttempt(_Attempt):
         return f"rank {peer.rank} is at {self.address} instead of rank {rank}" if peer.rank != rank else ""
 
     def on_placed(self, now: float, admitted: bool) -> None:
-        """`admitted`: P has pages too, so the time limit starts."""
         if admitted or self.machine.is_admitted:
             self.begun = now
 
     def on_answer(self, now: float) -> None:
-        """P's first message after REGISTER: P has pages, or has given up."""
+        """P sends its first after admission."""
         if self.begun is None and not self.machine.takes_pages:
             self.begun = now
 

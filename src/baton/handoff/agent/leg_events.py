@@ -29,9 +29,8 @@ class DecodeLeg:
 
 @dataclass(frozen=True, slots=True)
 class DecodePages:
-    """The pages of D's leg. Follows `DecodeAdmitted`; or comes before, perhaps without `DecodeLeg`, if the engine
-    leaves pages for all requests that P admits (docs/protocol.md, "No deadlock"). `admitted`: False if P may still be
-    waiting for pages, which has no time limit.
+    """The pages of D's leg. Follows `DecodeAdmitted`; or comes before, if the engine has pages for all requests that P
+    admits (docs/protocol.md, "No deadlock"). `admitted`: False if P may still wait for pages, without a limit.
     """
 
     ticket: SignedTicket

@@ -45,7 +45,7 @@ class PrefillState(AttemptMachine[Phase]):
 
     @property
     def admitted(self) -> bool:
-        """The engine has given the request pages, or has ended it."""
+        """Or ended."""
         return self.engine not in (EnginePhase.ABSENT, EnginePhase.OPENED)
 
     @property

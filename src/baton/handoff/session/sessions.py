@@ -206,12 +206,12 @@ class Sessions:
         return [*self.clients.values(), *self.servers.values()]
 
     def until_renew(self, now: float) -> float:
-        """Seconds until the first RENEW is due, so that it is not sent in the midst of the next handoff."""
+        """A RENEW that is late would be sent during a handoff."""
         sent = [session.renew_sent for session in self._all() if session.established]
         return max(0.0, min(sent) + self.config.timers.renew - now) if sent else math.inf
 
     def renew(self, now: float) -> None:
-        """Send the RENEWs that are due, and then also those that soon will be: this rank wakes once for all of them."""
+        """Together."""
         timers = self.config.timers
         early = timers.renew / 2 if self.until_renew(now) == 0.0 else 0.0
         for session in self._all():

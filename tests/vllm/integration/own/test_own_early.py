@@ -52,8 +52,8 @@ def test_early_legs_leave_room_for_one_that_p_admits(pair: Pair, folder: Path) -
     while num_free(d) < usable or num_free(p) < usable:
         for engine in (p, d):
             engine.step({})
-    assert d.half.scheduler.early.fits(3 * BLOCK)
-    assert not d.half.has_pending_push_work()
+    assert d.connector.scheduler.early.fits(3 * BLOCK)
+    assert not d.connector.has_pending_push_work()
 
 
 def test_a_leg_is_early_only_while_half_of_the_pool_is_free(pair: Pair, folder: Path) -> None:
