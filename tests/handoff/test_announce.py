@@ -176,10 +176,10 @@ def test_time_counts_from_register(world: World, mode: Mode) -> None:
 def test_pages_that_came_early_wait_for_admission_without_a_limit(world: World, mode: Mode) -> None:
     p, d = engine(world, "P"), engine(world, "D")
     ticket = world.ticket(p, d, mode)
-    p.node.open_prefill(ticket)
-    d.node.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]}, admitted=False)
+    p.handoffs.open_prefill(ticket)
+    d.handoffs.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]}, admitted=False)
     world.run(2 * TIMERS.handoff)
-    p.node.admit_prefill(ticket.key)
+    p.handoffs.admit_prefill(ticket.key)
     world.run(TIMERS.handoff - 1)
     assert (p.events, d.events) == ([], [])
     world.prefill(p, ticket)
@@ -192,10 +192,10 @@ def test_pages_that_came_early_wait_for_admission_without_a_limit(world: World, 
 def test_time_counts_from_an_admission_after_register(world: World, mode: Mode) -> None:
     p, d = engine(world, "P"), engine(world, "D")
     ticket = world.ticket(p, d, mode)
-    p.node.open_prefill(ticket)
-    d.node.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]}, admitted=False)
+    p.handoffs.open_prefill(ticket)
+    d.handoffs.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]}, admitted=False)
     world.run(2 * TIMERS.handoff)
-    p.node.admit_prefill(ticket.key)
+    p.handoffs.admit_prefill(ticket.key)
     world.run(TIMERS.handoff + 1)
     assert p.events == [ev.PrefillReleased(ticket.key, "handoff_timeout")]
     assert d.failures() == ["handoff_timeout"]
@@ -205,8 +205,8 @@ def test_time_counts_from_an_admission_after_register(world: World, mode: Mode) 
 def test_a_read_that_came_early_has_a_limit(world: World) -> None:
     p, d = Engine(world, "P", CALM), Engine(world, "D", TIMERS, stuck=True)
     ticket = world.ticket(p, d, "pull")
-    p.node.open_prefill(ticket)
-    d.node.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]}, admitted=False)
+    p.handoffs.open_prefill(ticket)
+    d.handoffs.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]}, admitted=False)
     world.run(2 * TIMERS.handoff)
     world.prefill(p, ticket)
     world.run(TIMERS.handoff - 1)
@@ -219,12 +219,12 @@ def test_a_read_that_came_early_has_a_limit(world: World) -> None:
 def test_an_announced_leg_may_get_pages_before_p_answers(world: World, admitted: str) -> None:
     p, d = engine(world, "P"), engine(world, "D")
     ticket = world.ticket(p, d, "push")
-    p.node.open_prefill(ticket)
-    d.node.announce_decode(ticket)
+    p.handoffs.open_prefill(ticket)
+    d.handoffs.announce_decode(ticket)
     if admitted == "before":
-        p.node.admit_prefill(ticket.key)
+        p.handoffs.admit_prefill(ticket.key)
     world.run(1)
-    d.node.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]}, admitted=False)
+    d.handoffs.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]}, admitted=False)
     world.run(TIMERS.handoff + 1)
     assert d.failures() == (["handoff_timeout"] if admitted == "before" else [])
 

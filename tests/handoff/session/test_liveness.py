@@ -46,7 +46,7 @@ def test_an_idle_engine_wakes_when_a_renewal_is_due(world: World, name: str) -> 
     found = {each: Node(world, each) for each in ("P", "D")}
     world.hand_over(found["P"], found["D"])
     world.run(5.3)
-    node = found[name].node
+    node = found[name].handoffs
     (session,) = [*node.sessions.clients.values(), *node.sessions.servers.values()]
     due = session.renew_sent + TIMERS.renew - world.clock.now
     assert 0 < due < TIMERS.renew - STEP
@@ -59,7 +59,7 @@ def test_sessions_are_renewed_together(world: World) -> None:
         world.hand_over(Node(world, name), d)
         world.run(0.35)
     world.run(5)
-    sessions = d.node.sessions.servers.values()
+    sessions = d.handoffs.sessions.servers.values()
     assert len(sessions) == 3
     assert len({session.renew_sent for session in sessions}) == 1
 

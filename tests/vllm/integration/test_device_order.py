@@ -36,7 +36,7 @@ def connector(calls: list[str]) -> BatonConnector:
     """The connector's half in the worker, with a worker that records its calls."""
     half = BatonConnector.__new__(BatonConnector)
     half._vllm_config = SimpleNamespace()
-    begin, finalise = (lambda step: calls.append("begin")), (lambda computed: calls.append("finalise"))
+    begin, finalise = (lambda step, once: calls.append("begin")), (lambda computed: calls.append("finalise"))
     worker: Any = SimpleNamespace(begin=begin, finalise=finalise)
     half._opened = opened(worker)
     return half
