@@ -64,12 +64,11 @@ class PartialBlocks:
 
     @property
     def waiting(self) -> bool:
-        """Whether vLLM may have entered one."""
         return bool(self._here)
 
     def allocated(self, request_id: str, num_tokens: int, hit: int, tables: Sequence[Sequence[int]]) -> None:
         """Record the blocks that a request of `num_tokens` tokens receives in part. `hit`: tokens found in the prefix
-        cache. `tables`: its block tables."""
+        cache."""
         partial = set()
         for cache in self._windows:
             first = cache.first_needed(num_tokens) // self._tile * self._tile

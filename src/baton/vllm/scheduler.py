@@ -282,7 +282,6 @@ class SchedulerSide:
             self._step.computed.append(ComputedTokens(leg.ticket.key, num_computed, leg.tables))
 
     def only_prefills(self, request_ids: Collection[str]) -> bool:
-        """Whether a step computes only these prefill legs."""
         return bool(request_ids) and self._prefills.keys() >= set(request_ids)
 
     def _pin(self, leg: _Prefill) -> None:

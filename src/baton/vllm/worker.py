@@ -73,7 +73,7 @@ class WorkerSide:
         self._kv_stream = kv_stream
         self._layers: VllmLayerStream | None = None
         self._alone, self._longest_wait_s = alone, longest_wait_s
-        self._num_idle = 0  # in a row
+        self._num_idle = 0
         self._layout = layout
         self._abort_timeout = abort_timeout
         self._tiles = {name: rank.geometry.tile for name, rank in layout.geometries.items()}
@@ -162,7 +162,7 @@ class WorkerSide:
             self._layers.written(layer)
 
     def finalise(self, computed: Sequence[ComputedTokens]) -> None:
-        """Declare the step's tokens final, after the forwards of target and drafter."""
+        """After the forwards of target and drafter."""
         if self._layers is not None:
             self._layers.end()
         for entry in computed:
@@ -205,7 +205,7 @@ class WorkerSide:
         return out
 
     def take_admitted(self) -> set[str]:
-        """Decode legs that were admitted, or failed before they had blocks, since the last call."""
+        """Decode legs that were admitted, or failed before they had blocks."""
         out, self._admitted = self._admitted, set()
         return out
 

@@ -78,7 +78,6 @@ class PrefillAttempt(_Attempt):
         return self.machine.claimed and not self.machine.closed and session.is_connecting
 
     def restart_time_limit(self, now: float) -> None:
-        """For each claim."""
         if not (self.machine.registered and self.machine.admitted):
             self.begun = now
 
