@@ -259,7 +259,9 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             end = start + scheduled[request_id]
             side.on_scheduled(request_id, end, blocks, replace=request_id in cached.resumed_req_ids)
         idle = scheduler_output.total_num_scheduled_tokens == 0 and compat.steps_alone(self._vllm_config)
-        self._idle_step = scheduler_output if idle and self._sleeps_when_idle else None
+        # vLLM then takes the last forward's drafts again. A request that this step preempts must not get them back.
+        wakes = idle and self._sleeps_when_idle and not scheduler_output.preempted_req_ids
+        self._idle_step = scheduler_output if wakes else None
         return BatonMetadata(side.take_step(), idle, drafts_once)
 
     def update_connector_output(self, connector_output: Any) -> None:

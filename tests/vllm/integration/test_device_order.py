@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 from collections import Counter
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.v1.engine import core
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
@@ -146,19 +150,67 @@ def test_workers_tell_ends_once_and_what_each_has_moved() -> None:
     }
 
 
-def test_a_step_that_other_engines_wait_for_is_not_idle() -> None:
-    """Data-parallel ranks of a model with experts: a rank that waited for events would delay all."""
-    half, none = (
-        BatonConnector.__new__(BatonConnector),
-        SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[]),
-    )
+def without_tokens(ranks: int = 1, sleeps: bool = False, preempted: Iterable[str] = ()) -> tuple[BatonConnector, Any]:
+    """The connector's half in the scheduler, of `ranks` data-parallel engines, and the output of a step without tokens.
+    `sleeps`: vLLM's engine core sleeps after it."""
+    half = BatonConnector.__new__(BatonConnector)
     scheduler = SimpleNamespace(on_preempted=lambda ids: None, take_step=StepNews, first_tokens=FirstTokens())
-    vars(half).update(_scheduler=scheduler, _skips_drafts=False, _sleeps_when_idle=False)
-    step = SimpleNamespace(preempted_req_ids=set(), num_scheduled_tokens={}, total_num_scheduled_tokens=0)
+    scheduler.on_received = lambda request_id, failed: None
+    half._vllm_config = cast("Any", SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=ranks)))
+    vars(half).update(_scheduler=scheduler, _skips_drafts=False, _sleeps_when_idle=sleeps)
+    step = SimpleNamespace(preempted_req_ids={*preempted}, num_scheduled_tokens={}, total_num_scheduled_tokens=0)
+    none = SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[])
     step.scheduled_new_reqs, step.scheduled_cached_reqs, step.scheduled_spec_decode_tokens = [], none, {}
-    for ranks, idle in ((1, True), (2, False)):
-        half._vllm_config = cast("Any", SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=ranks)))
-        assert half.build_connector_meta(step).idle is idle
+    return half, step
+
+
+@pytest.mark.parametrize(("ranks", "idle"), [(1, True), (2, False)])
+def test_a_step_that_other_engines_wait_for_is_not_idle(ranks: int, idle: bool) -> None:
+    """Data-parallel ranks of a model with experts: a rank that waited for events would delay all."""
+    half, step = without_tokens(ranks)
+    assert half.build_connector_meta(step).idle is idle
+
+
+def engine_core(half: BatonConnector, step: Any, received: set[str] | None, calls: list[str]) -> Any:
+    """vLLM's engine core of one step, which delivers the KV of `received`. `calls`: what it does after the step."""
+
+    def update(step: Any, output: Any) -> dict[int, Any]:
+        half.update_connector_output(KVConnectorOutput(finished_recving=received))
+        return {}
+
+    done = SimpleNamespace(result=lambda: SimpleNamespace())
+    found = EngineCoreProc.__new__(EngineCoreProc)
+    scheduler = SimpleNamespace(has_requests=lambda: True, schedule=lambda throttled: step, update_from_output=update)
+    scheduler.get_grammar_bitmask = lambda step: None
+    executor = SimpleNamespace(execute_model=lambda step, non_block: done)
+    executor.take_draft_token_ids = lambda: calls.append("takes drafts")
+    config = SimpleNamespace(observability_config=SimpleNamespace(enable_logging_iteration_details=False))
+    vars(found).update(scheduler=scheduler, model_executor=executor, vllm_config=config, log_stats=False)
+    vars(found).update(step_fn=found.step, aborts_queue=queue.Queue(), output_queue=queue.Queue())
+    vars(found).update(check_for_draft_tokens=True, async_scheduling=False)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "received", "after"),
+    [
+        ({"sleeps": True}, {"r"}, "takes drafts"),
+        ({"sleeps": True}, None, "sleeps"),
+        ({"sleeps": False}, {"r"}, "sleeps"),
+        # They are those of the last step with tokens, which a preempted request does not have any more.
+        ({"sleeps": True, "preempted": {"other"}}, {"r"}, "sleeps"),
+        ({"sleeps": True, "ranks": 2}, {"r"}, "sleeps"),
+    ],
+)
+def test_vllm_does_not_sleep_after_a_step_that_has_delivered_kv(
+    changes: dict[str, Any], received: set[str] | None, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(core, "time", SimpleNamespace(sleep=lambda s: made.append("sleeps")))
+    half, step = without_tokens(**changes)
+    half.build_connector_meta(step)
+    engine_core(half, step, received, made)._process_engine_step()
+    assert made == [after]
 
 
 @pytest.mark.parametrize(("device", "given"), [("cpu", {0, 1}), ("cuda", {1})])
