@@ -52,17 +52,18 @@ class FakeVllm:
     """`says` replaces tokens by position of the text. `gap`: how far the token that it would have chosen otherwise is
     behind, in nats. `kind` "alone": the decode leg does not wait, as if its server recomputed.
 
-    `fail`: "refuse" 400, "broken" 500, "cut" the connection during the stream (after `fail_after` tokens), "stream" an
-    error as an event, "error" or "abort" as a finish reason; for all legs, or only for legs of `fail_role`. `halted`:
-    legs of this role get no answer, or ("all") nothing does. `raw`: bodies of answers, by path. `comments`: it sends
-    comments while there is nothing else to send. `asked`: received bodies. `left`: roles whose client left.
-    `num_short`: tokens missing from a NIXL prefill. `has_ranks`: it is several data-parallel engines; `ranks`: the
-    requested ones. `started`: the process start time in its metrics. `traces`: role, `traceparent` and `tracestate` of
-    requests. `defaults`: its sampling defaults, and `limit`, the most tokens of any request; None: it does not tell
-    them, like vLLM without --enable-scale-out. `outcome`: in its metrics, how its connector ended each decode leg.
-    `block_size`: of its metrics. `metrics`: of the last event of a stream, which waits for `released`. `adapter`: how
-    its connector describes the adapter `lora`. `lacks_prefixes`: its prefix cache has nothing of what is to be handed
-    back. `loses_prefixes`: what is handed back does not arrive.
+    `fail`: "refuse" 400, "broken" 500, "cut" the connection during the stream, "stream" an error as an event, "dies"
+    that too, and from then on it answers with errors, "error" or "abort" as a finish reason; for all legs, or only for
+    legs of `fail_role`, in a stream after `fail_after` tokens. `halted`: legs of this role get no answer, or ("all")
+    nothing does. `raw`: bodies of answers, by path. `comments`: it sends comments while there is nothing else to send.
+    `asked`: received bodies. `left`: roles whose client left. `num_short`: tokens missing from a NIXL prefill.
+    `has_ranks`: it is several data-parallel engines; `ranks`: the requested ones. `started`: the process start time in
+    its metrics. `traces`: role, `traceparent` and `tracestate` of requests. `defaults`: its sampling defaults, and
+    `limit`, the most tokens of any request; None: it does not tell them, like vLLM without --enable-scale-out.
+    `outcome`: in its metrics, how its connector ended each decode leg. `block_size`: of its metrics. `metrics`: of the
+    last event of a stream, which waits for `released`. `adapter`: how its connector describes the adapter `lora`.
+    `lacks_prefixes`: its prefix cache has nothing of what is to be handed back. `loses_prefixes`: what is handed back
+    does not arrive.
     """
 
     root: Path
@@ -259,24 +260,27 @@ class FakeVllm:
         await response.prepare(request)
         for index, token in enumerate(tokens):
             await asyncio.sleep(self.step_s)
-            if failing and self.fail == "cut" and index >= self.fail_after:
+            fails = failing and index >= self.fail_after
+            if fails and self.fail == "cut":
                 assert request.transport is not None
                 request.transport.abort()
                 return response
             if self.comments:
                 await response.write(b": keep-alive\n\n")
             last = finish if index == len(tokens) - 1 else None
-            item = event([token], "error" if failing and self.fail == "error" else last)
+            item = event([token], "error" if fails and self.fail == "error" else last)
             if index == 0:
                 item["choices"][0]["prompt_token_ids"] = body["prompt"]
-            if failing and self.fail == "abort":
+            if fails and self.fail == "abort":
                 item = event([], "abort")
             if body.get("logprobs") is not None and item["choices"][0]["token_ids"]:
                 item["choices"][0]["logprobs"] = _joined(logprobs[index : index + 1])
-            if failing and self.fail == "stream":
+            if fails and self.fail in ("stream", "dies"):
                 item = {"error": {"message": "no memory"}}
             await response.write(b"data: " + json.dumps(item).encode() + b"\n\n")
-            if failing and self.fail != "cut":
+            if fails:
+                if self.fail == "dies":
+                    self.fail, self.healthy = "broken", False
                 break
         if self.released is not None:
             await self.released.wait()

@@ -36,9 +36,10 @@ class Pair:
     async def run(self, **config: Any) -> AsyncIterator[tuple[str, aiohttp.ClientSession]]:
         async with contextlib.AsyncExitStack() as stack:
             self.urls = [await stack.enter_async_context(server.serve()) for server in (self.p, self.d)]
+            ranks = ("#dp_rank=0", "#dp_rank=1") if self.d.has_ranks else ("",)
             settings = RouterConfig(
                 prefill=(self.urls[0],),
-                decode=(self.urls[1],),
+                decode=tuple(self.urls[1] + rank for rank in ranks),
                 engine="vllm",
                 kv_connector=self.name,
                 seed_first_token=self.seed,

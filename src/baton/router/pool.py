@@ -17,7 +17,7 @@ from baton.errors import (
     RequestError,
     ShortageError,
 )
-from baton.router.clients.address import checked_url
+from baton.router.clients.address import checked_url, split_rank
 from baton.router.clients.engine_client import EngineClient
 from baton.router.identity import PoolIdentity
 from baton.router.index.readers import EventReaders
@@ -165,8 +165,18 @@ class EnginePool:
         return any(e is not engine and e not in avoid for e in mine)
 
     async def refresh(self, engine: PooledEngine) -> None:
-        """Ask an engine for its identity, after it failed or restarted."""
+        """Ask an engine for its identity, after it failed or restarted. If it has a problem, ask its server's other
+        data-parallel ranks too, which may have died with it."""
         await asyncio.shield(self._start_check(engine))
+        server, rank = split_rank(engine.url)
+        if engine.problem is not None and rank is not None:
+            others = [other for other in self.engines if other is not engine and split_rank(other.url)[0] == server]
+            await asyncio.shield(asyncio.gather(*map(self._start_check, others)))
+
+    async def has_died(self, engine: PooledEngine) -> bool:
+        """Ask an engine that has reported an error."""
+        await self.refresh(engine)
+        return engine.gone and not engine.draining
 
     async def watch(self) -> None:
         """Refresh all engines forever, and removed ones until their last leg has ended."""

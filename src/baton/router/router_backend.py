@@ -169,6 +169,8 @@ class RouterBackend:
         self, progress: RequestProgress, route: Route, rest: GenerateRequest, failed: LegFailed, num_known: int
     ) -> None:
         """Prepare another attempt, or raise the error of the failed one. `num_known`: output tokens when it began."""
+        if failed.reported and await self.pool.has_died(route.decode):
+            failed = LegFailed("decode", EngineLostError(str(failed.error)))
         joined, error = progress.joined, failed.error
         progress.attempt += 1
         progress.route = None

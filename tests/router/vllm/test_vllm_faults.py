@@ -132,6 +132,22 @@ async def test_an_error_of_a_decode_server_that_is_well_is_its_prefill_servers(d
     assert all(asked[name.removesuffix(".1")] != server for name, server in retried.items())
 
 
+@pytest.mark.parametrize("after", [0, 2])
+async def test_a_server_that_dies_takes_all_its_ranks_with_it(directory: Path, after: int) -> None:
+    """vLLM reports its engine's end as an error of each request, and its API answers for a while. No other request is
+    tried there, on any rank.
+    """
+    pair = Pair(directory)
+    pair.d.has_ranks, pair.d.fail, pair.d.fail_role, pair.d.fail_after = True, "dies", "decode", after
+    async with pair.run(timers=replace(QUICK, check=60.0)) as (url, session):
+        for _ in range(2):
+            status, answer = await complete(session, url)
+            assert (status, answer["choices"][0]["token_ids"]) == (200, said(6))
+        recoveries = (await status_of(session, url))["recoveries"]
+    assert len(pair.d.legs("decode")) == 1
+    assert recoveries == {"full": 1}
+
+
 @pytest.mark.parametrize(
     ("fail", "message"), [("error", "engine_error: the engine ended the request"), ("abort", "it gave the request up")]
 )

@@ -12,8 +12,7 @@ from typing import Any, cast
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.v1.engine import core
-from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
@@ -156,8 +155,8 @@ def without_tokens(ranks: int = 1, sleeps: bool = False, preempted: Iterable[str
     half = BatonConnector.__new__(BatonConnector)
     scheduler = SimpleNamespace(on_preempted=lambda ids: None, take_step=StepNews, first_tokens=FirstTokens())
     scheduler.on_received = lambda request_id, failed: None
-    half._vllm_config = cast("Any", SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=ranks)))
-    vars(half).update(_scheduler=scheduler, _skips_drafts=False, _sleeps_when_idle=sleeps)
+    config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=ranks))
+    vars(half).update(_vllm_config=config, _scheduler=scheduler, _skips_drafts=False, _sleeps_when_idle=sleeps)
     step = SimpleNamespace(preempted_req_ids={*preempted}, num_scheduled_tokens={}, total_num_scheduled_tokens=0)
     none = SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[])
     step.scheduled_new_reqs, step.scheduled_cached_reqs, step.scheduled_spec_decode_tokens = [], none, {}
@@ -171,46 +170,47 @@ def test_a_step_that_other_engines_wait_for_is_not_idle(ranks: int, idle: bool) 
     assert half.build_connector_meta(step).idle is idle
 
 
-def engine_core(half: BatonConnector, step: Any, received: set[str] | None, calls: list[str]) -> Any:
-    """vLLM's engine core of one step, which delivers the KV of `received`. `calls`: what it does after the step."""
+def engine_core(half: BatonConnector, step: Any, received: set[str] | None, calls: list[str]) -> EngineCore:
+    """vLLM's engine core, whose one step delivers the KV of `received`. `calls`: of the executor, afterwards."""
 
     def update(step: Any, output: Any) -> dict[int, Any]:
         half.update_connector_output(KVConnectorOutput(finished_recving=received))
         return {}
 
     done = SimpleNamespace(result=lambda: SimpleNamespace())
-    found = EngineCoreProc.__new__(EngineCoreProc)
+    found = EngineCore.__new__(EngineCore)
     scheduler = SimpleNamespace(has_requests=lambda: True, schedule=lambda throttled: step, update_from_output=update)
     scheduler.get_grammar_bitmask = lambda step: None
     executor = SimpleNamespace(execute_model=lambda step, non_block: done)
     executor.take_draft_token_ids = lambda: calls.append("takes drafts")
     config = SimpleNamespace(observability_config=SimpleNamespace(enable_logging_iteration_details=False))
     vars(found).update(scheduler=scheduler, model_executor=executor, vllm_config=config, log_stats=False)
-    vars(found).update(step_fn=found.step, aborts_queue=queue.Queue(), output_queue=queue.Queue())
-    vars(found).update(check_for_draft_tokens=True, async_scheduling=False)
+    vars(found).update(aborts_queue=queue.Queue(), check_for_draft_tokens=True, async_scheduling=False)
     return found
 
 
 @pytest.mark.parametrize(
-    ("changes", "received", "after"),
+    ("changes", "received", "wakes"),
     [
-        ({"sleeps": True}, {"r"}, "takes drafts"),
-        ({"sleeps": True}, None, "sleeps"),
-        ({"sleeps": False}, {"r"}, "sleeps"),
-        # They are those of the last step with tokens, which a preempted request does not have any more.
-        ({"sleeps": True, "preempted": {"other"}}, {"r"}, "sleeps"),
-        ({"sleeps": True, "ranks": 2}, {"r"}, "sleeps"),
+        ({"sleeps": True}, {"r"}, True),
+        ({"sleeps": True}, None, False),
+        ({"sleeps": False}, {"r"}, False),
+        # The drafts are those of the last step with tokens, which a preempted request does not have any more.
+        ({"sleeps": True, "preempted": {"other"}}, {"r"}, False),
+        ({"sleeps": True, "ranks": 2}, {"r"}, False),
     ],
 )
-def test_vllm_does_not_sleep_after_a_step_that_has_delivered_kv(
-    changes: dict[str, Any], received: set[str] | None, after: str, monkeypatch: pytest.MonkeyPatch
+def test_a_step_that_has_delivered_kv_counts_as_one_with_tokens(
+    changes: dict[str, Any], received: set[str] | None, wakes: bool
 ) -> None:
-    made: list[str] = []
-    monkeypatch.setattr(core, "time", SimpleNamespace(sleep=lambda s: made.append("sleeps")))
+    """After others vLLM's engine core sleeps."""
     half, step = without_tokens(**changes)
     half.build_connector_meta(step)
-    engine_core(half, step, received, made)._process_engine_step()
-    assert made == [after]
+    made: list[str] = []
+    core = engine_core(half, step, received, made)
+    _, executed = core.step()
+    core.post_step(executed)
+    assert (executed, made) == (wakes, ["takes drafts"] if wakes else [])
 
 
 @pytest.mark.parametrize(("device", "given"), [("cpu", {0, 1}), ("cuda", {1})])
