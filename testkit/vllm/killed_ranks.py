@@ -32,6 +32,7 @@ import aiohttp
 from baton.handoff.protocol.ticket import load_or_create_key
 from baton.handoff.session.keys import make_keys, ticket_key_file
 from baton.router import RouterConfig, build_app
+from baton.router.timers import RouterTimers
 from baton.timeouts import timeout
 from benchmarks.vllm.servers import VllmServer, free_port
 from testkit.servers.fake_serving import served, status_of
@@ -132,7 +133,9 @@ class _Run:
             self._expected = await alone(one, self._prompts, self._config.num_tokens)
             urls = {n: tuple(f"{s.url}#dp_rank={rank}" for rank in range(RANKS)) for n, s in self._servers.items()}
             key = load_or_create_key(ticket_key_file(self._folder / "keys"))
-            own = RouterConfig(ticket_key=key, engine="vllm", allow_mode_override=True)
+            own = RouterConfig(
+                ticket_key=key, engine="vllm", allow_mode_override=True, timers=RouterTimers(lease=LEASE_S)
+            )
             settings = dataclasses.replace(own, prefill=urls["P"], decode=urls["D"])
             async with served(await build_app(settings)) as url, aiohttp.ClientSession() as self._session:
                 await self._all(url)

@@ -61,8 +61,12 @@ HEADS = {
     "residues": [2, 3, *range(33, 65), 96, 97],
     "chunks": [127, 128, 129, 130, 191, 300, 511, 700],
 }
-# Each request has several block tables.
-IN_WINDOWS = HEADS | {"flags": [*HEADS["flags"][:-1], "112"]}
+
+
+def in_windows(num_blocks: int) -> dict[str, Any]:
+    """Each request has several block tables. Windows stay in the prefix cache at each block's end."""
+    flags = [*HEADS["flags"][:-1], str(num_blocks), "--prefix-cache-retention-interval", "32"]
+    return HEADS | {"flags": flags}
 
 
 def delta_nets(states: str) -> Model:
@@ -93,9 +97,9 @@ MODELS: dict[str, Model] = {
     "GDN + MTP": delta_nets("float32"),
     "GDN + MTP, states in bfloat16": delta_nets("bfloat16"),
     "DFlash": Model(demo, DFLASH, **HEADS, experts=False),
-    "DFlash, target with windows": Model(windowed, DFLASH, **IN_WINDOWS, experts=False),
+    "DFlash, target with windows": Model(windowed, DFLASH, **in_windows(112), experts=False),
     "MoE + DFlash": Model(qwen3_moe_with_dflash, own("dflash"), **HEADS),
-    "Gemma 4 + assistant": Model(gemma4, own("mtp"), **IN_WINDOWS, experts=False),
+    "Gemma 4 + assistant": Model(gemma4, own("mtp"), **in_windows(64), experts=False),
     "larger draft model": Model(with_larger_draft_model, own("draft_model"), **HEADS, experts=False),
     "smaller draft model": Model(with_smaller_draft_model, own("draft_model"), **HEADS, experts=False),
 }

@@ -165,8 +165,7 @@ class EnginePool:
         return any(e is not engine and e not in avoid for e in mine)
 
     async def refresh(self, engine: PooledEngine) -> None:
-        """Ask an engine for its identity, after it failed or restarted. If it has a problem, ask its server's other
-        data-parallel ranks too, which may have died with it."""
+        """Ask an engine for its identity, after it failed or restarted; if it has a problem, its server's ranks too."""
         await asyncio.shield(self._start_check(engine))
         server, rank = split_rank(engine.url)
         if engine.problem is not None and rank is not None:
@@ -174,7 +173,6 @@ class EnginePool:
             await asyncio.shield(asyncio.gather(*map(self._start_check, others)))
 
     async def has_died(self, engine: PooledEngine) -> bool:
-        """Ask an engine that has reported an error."""
         await self.refresh(engine)
         return engine.gone and not engine.draining
 

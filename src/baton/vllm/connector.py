@@ -198,7 +198,6 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._pool = gpu_block_pool
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, BatonHandshake]) -> None:
-        """Take the identities of all workers' agents and start the scheduler side."""
         self._take_identities(metadata.values())
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], BatonHandshake]) -> None:
@@ -226,7 +225,6 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.early = EarlyBlocks(tables, self._pool, most)
 
     def on_new_request(self, request: Any) -> None:
-        """Redeem the ticket if the new request is a leg."""
         self.scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -259,7 +257,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             end = start + scheduled[request_id]
             side.on_scheduled(request_id, end, blocks, replace=request_id in cached.resumed_req_ids)
         idle = scheduler_output.total_num_scheduled_tokens == 0 and compat.steps_alone(self._vllm_config)
-        # vLLM then takes the last forward's drafts again. A request that this step preempts must not get them back.
+        # vLLM then takes drafts again, which a preempted request must not get.
         wakes = idle and self._sleeps_when_idle and not scheduler_output.preempted_req_ids
         self._idle_step = scheduler_output if wakes else None
         return BatonMetadata(side.take_step(), idle, drafts_once)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -214,14 +215,11 @@ def test_a_step_that_has_delivered_kv_counts_as_one_with_tokens(
 
 
 @pytest.mark.parametrize(("device", "given"), [("cpu", {0, 1}), ("cuda", {1})])
-def test_threads_get_the_cores_that_the_operator_gave(
-    device: str, given: set[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_get_the_cores_that_the_operator_gave(device: str, given: set[int]) -> None:
     """Not the cores to which vLLM has bound its CPU worker, nor all of the host's."""
     cores = {0: {1}, os.getppid(): {0, 1}}
-    monkeypatch.setattr(os, "sched_getaffinity", cores.__getitem__)
-    monkeypatch.setattr(os, "sched_setaffinity", cores.__setitem__)
-    with _unbound(SimpleNamespace(device_config=SimpleNamespace(device_type=device))):
+    known = patch.multiple(os, sched_getaffinity=cores.__getitem__, sched_setaffinity=cores.__setitem__)
+    with known, _unbound(SimpleNamespace(device_config=SimpleNamespace(device_type=device))):
         assert cores[0] == given
     assert cores[0] == {1}
 
