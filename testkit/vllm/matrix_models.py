@@ -65,7 +65,7 @@ HEADS = {
 
 def in_windows(num_blocks: int) -> dict[str, Any]:
     """Each request has several block tables. Windows stay in the prefix cache at each block's end."""
-    flags = [*HEADS["flags"][:-1], str(num_blocks), "--prefix-cache-retention-interval", "32"]
+    flags = [*HEADS["flags"][:-1], str(num_blocks), "--prefix-cache-retention-interval", "64"]
     return HEADS | {"flags": flags}
 
 
