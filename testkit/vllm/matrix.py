@@ -26,7 +26,7 @@ from testkit.vllm.checks import alone_in_turn, leave_at_random
 from testkit.vllm.limits.outcomes import RIGHT, limits_of
 from testkit.vllm.matrix_models import DATA, LIMITS, MODELS, RANKS, TENSOR, Model
 from testkit.vllm.quiet import small_servers
-from testkit.vllm.servers import Mode, Pair, Server, demo_prompts, handoff, outcomes, serve, wait_idle
+from testkit.vllm.servers import Mode, Pair, Server, ask, demo_prompts, handoff, outcomes, request, serve, wait_idle
 
 MODES: tuple[Mode, ...] = ("push", "pull")
 LEASE_S = 15.0
@@ -110,8 +110,10 @@ def in_turn(pair: Pair, expected: Expected, lengths: Sequence[int], mode: Mode, 
     return cell
 
 
-def hits(pair: Pair, expected: Expected, mode: Mode, salt: str) -> Cell:
-    """Prompts with a prefix hit on the decode server, of a part or of all but the last token, legs in any order."""
+def hits(pair: Pair, expected: Expected, mode: Mode, salt: str, primed: bool) -> Cell:
+    """Prompts with a prefix hit on the decode server, of a part or of all but the last token, legs in any order.
+    `primed`: it has answered one of them by itself.
+    """
     rng, cell, name = random.Random(11), Cell(), "vllm:prefix_cache_hits_total"
     (base,) = demo_prompts([400], seed=12)
     cases: list[tuple[list[int], float]] = [
@@ -123,6 +125,8 @@ def hits(pair: Pair, expected: Expected, mode: Mode, salt: str) -> Cell:
 
     async def run() -> None:
         async with aiohttp.ClientSession() as session:
+            if primed:
+                await ask(session, pair.decode, request(base, 70, cache_salt=salt))
             for (prompt, late), want in zip(cases, wanted, strict=True):
                 cell.count((await handoff(session, pair, prompt, NUM_TOKENS, mode, late, salt))[1], want)
 
@@ -170,7 +174,7 @@ def cells(model: Model, pair: Pair, expected: Expected, mode: Mode, salt: str) -
         "chunks": in_turn(pair, expected, model.chunks, mode, f"{salt} chunks")
         if model.chunks
         else Cell(note=model.no_chunks),
-        "hits": Cell(note=model.no_hits) if model.no_hits else hits(pair, expected, mode, f"{salt} hits"),
+        "hits": Cell(note=model.no_hits) if model.no_hits else hits(pair, expected, mode, f"{salt} hits", model.primed),
         "aborts": aborts(pair, mode),
         "preempted": preempted(pair, expected, model.crowd, mode, f"{salt} crowd"),
     }

@@ -37,7 +37,9 @@ def own(method: str, num: int = 3) -> dict[str, Any]:
 class Model:
     """`residues`: prompt lengths with every remainder of a block, or of what a handoff moves at once. `chunks`: lengths
     that are computed in several steps. `crowd`: lengths that together need more blocks than there are. `no_hits`,
-    `no_chunks`: why there are none. `experts`: else data-parallel ranks share nothing.
+    `no_chunks`: why there are none. `experts`: else data-parallel ranks share nothing. `primed`:
+    the decode server answers a prompt of hits first. With a drafter of hidden states vLLM finds a window that was
+    handed off only after an answer of a block.
     """
 
     make: Callable[[Path], None]
@@ -49,6 +51,7 @@ class Model:
     no_hits: str = ""
     no_chunks: str = ""
     experts: bool = True
+    primed: bool = False
 
     def spec_in(self, folder: Path) -> dict[str, Any]:
         """The drafter's own checkpoint is named relative to the model's."""
@@ -97,9 +100,9 @@ MODELS: dict[str, Model] = {
     "GDN + MTP": delta_nets("float32"),
     "GDN + MTP, states in bfloat16": delta_nets("bfloat16"),
     "DFlash": Model(demo, DFLASH, **HEADS, experts=False),
-    "DFlash, target with windows": Model(windowed, DFLASH, **in_windows(112), experts=False),
+    "DFlash, target with windows": Model(windowed, DFLASH, **in_windows(112), experts=False, primed=True),
     "MoE + DFlash": Model(qwen3_moe_with_dflash, own("dflash"), **HEADS),
-    "Gemma 4 + assistant": Model(gemma4, own("mtp"), **in_windows(64), experts=False),
+    "Gemma 4 + assistant": Model(gemma4, own("mtp"), **in_windows(72), experts=False),
     "larger draft model": Model(with_larger_draft_model, own("draft_model"), **HEADS, experts=False),
     "smaller draft model": Model(with_smaller_draft_model, own("draft_model"), **HEADS, experts=False),
 }
