@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,6 +10,7 @@ import msgspec
 from baton.errors import BatonError, DrainingError, EngineLostError, EngineUnavailableError
 from baton.openai.http.api_errors import to_api_error
 from baton.router.clients.engine_client import EngineClient, error_of_response
+from baton.router.leg_tasks import Chunks
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class SimClient(EngineClient):
     async def load(self) -> EngineLoad:
         raise EngineUnavailableError("no load is modelled")
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+    async def generate(self, request: GenerateRequest) -> Chunks:
         world = self._world
         if not world.keeps_places:
             request = msgspec.structs.replace(request, waited_s=0.0)

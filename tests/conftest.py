@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
@@ -56,6 +57,17 @@ def pytest_collection_finish() -> None:
     """Collections leave out the modules and tests that exist now, and come less often: a tenth of the suite's time."""
     gc.freeze()
     gc.set_threshold(10_000)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The event loop of routers; where much depends on it, asyncio's own too, which engines have."""
+    from baton.event_loop import new_event_loop
+
+    marker = item.get_closest_marker("asyncio")
+    chooses = marker is not None and "loop_factories" in marker.kwargs
+    both = chooses or "openai/http" in item.path.as_posix()
+    return {"servers": new_event_loop} | ({"asyncio": asyncio.new_event_loop} if both else {})
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,7 @@ COMMON = {
     "baton.histogram",
     "baton.error_help",
     "baton.errors",
+    "baton.event_loop",
     "baton.imports",
     "baton.log_limit",
     "baton.parent",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from baton import event_loop
 from baton.cli.logs import log_lines
 from baton.cli.options import AdminOptions, ListenOptions, ProcessOptions, router_config, with_options
 from baton.deployment import Reporter
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from baton.router.config.router_config import RouterConfig
 
 _Urls = Annotated[list[str] | None, typer.Option(metavar="URL", help="Repeat, or separate by commas.")]
+_YOUNG_OBJECTS = 10_000
 _VLLM_ONLY = ("kv_connector", "seed_first_token", "near_tie")
 
 
@@ -87,7 +90,7 @@ def router_command(options: FrontOptions, listen: ListenOptions, process: Proces
             for listener in listeners:
                 undo.enter_context(contextlib.closing(listener))
             if options.workers == 1:
-                asyncio.run(serve_router(config, listener, on_ready, shutdown_timeout_s=listen.shutdown_timeout))
+                event_loop.run(serve_router(config, listener, on_ready, shutdown_timeout_s=listen.shutdown_timeout))
             else:
                 _run_workers(config, listeners, on_ready, listen.shutdown_timeout)
         reporter.signalled()
@@ -109,7 +112,9 @@ def _run_workers(
             for other, listener in enumerate(listeners):
                 if other != number:
                     listener.close()  # or this process would get connections that it never accepts
-            asyncio.run(serve_router(own, listeners[number], lambda _: ready(), shutdown_timeout_s=shutdown_timeout_s))
+            event_loop.run(
+                serve_router(own, listeners[number], lambda _: ready(), shutdown_timeout_s=shutdown_timeout_s)
+            )
 
         scheme = "http" if config.access.tls() is None else "https"
         WorkerProcesses(len(listeners), run_worker, table.clear).run(
@@ -129,7 +134,10 @@ async def serve_router(
     from baton.router import build_app
 
     app = await build_app(config)
-
+    # Modules are never garbage. To look for it there stops all streams for 20 ms.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_YOUNG_OBJECTS)
     if beside is not None:
         app.cleanup_ctx.append(beside)
     await serve(app, listener, lambda: on_ready(url_of(listener, app)), stop, shutdown_timeout_s)

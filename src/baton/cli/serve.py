@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from baton import event_loop
 from baton.cli.flag_sources import named_after_source
 from baton.cli.logs import log_lines, log_to_stderr, logger, pass_on
 from baton.cli.options import (
@@ -202,7 +203,7 @@ def up_command(
 
             supervisor, stop = Supervisor(deployment, logger.warning, fleet.max_restarts), asyncio.Event()
             beside = functools.partial(_supervise, supervisor, stop)
-            asyncio.run(serve_router(router, listener, on_ready, beside, listen.shutdown_timeout, stop))
+            event_loop.run(serve_router(router, listener, on_ready, beside, listen.shutdown_timeout, stop))
             log_lines("ending all processes")
         if supervisor.failure is not None:
             raise EngineUnavailableError(supervisor.failure)

@@ -45,6 +45,8 @@ class ServedModel:
 
 
 OnRoute = Callable[[str, Sequence[str]], None]
+# Returns whether a chunk was passed on.
+Take = Callable[[TokenChunk], bool]
 
 
 class Backend(Protocol):
@@ -65,10 +67,14 @@ class Backend(Protocol):
         ...
 
     def generate(
-        self, request: GenerateRequest, kv_mode: Mode | None = None, on_route: OnRoute | None = None
+        self,
+        request: GenerateRequest,
+        kv_mode: Mode | None = None,
+        on_route: OnRoute | None = None,
+        take: Take | None = None,
     ) -> AsyncGenerator[TokenChunk, None]:
         """Closing the generator aborts the request. `on_route` is called with the reason for the route, one word, and
-        its engines.
+        its engines. While the next chunk is awaited, those that only add tokens may go to `take` instead.
 
         The first step raises `RequestError` or `EngineUnavailableError` if the request is refused.
         """

@@ -9,7 +9,8 @@ from baton.openai.format import Json
 from baton.openai.http.api_errors import ApiError, to_api_error
 from baton.openai.output import ChoiceOutput, Delta
 from baton.openai.plan import Plan
-from baton.openai.service import OpenAIService, StartedStream
+from baton.openai.service import OpenAIService
+from baton.openai.streams import StartedStream
 
 
 class ChatAnswer(Protocol):

@@ -108,22 +108,22 @@ class ChoiceOutput:
         self.num_cached_tokens = max(self.num_cached_tokens, chunk.num_cached_tokens)
         if chunk.queued_s is not None:
             self.queued_s = chunk.queued_s
-        delta = Delta()
+        num_used = len(chunk.token_ids)
         # A stop token is counted, but is not in the text.
         hides_last = chunk.finish_reason == "stop" and not self._params.include_stop_str_in_output
-        num_used = len(chunk.token_ids)
+        num_shown = num_used - 1 if hides_last else num_used
+        text, offsets, num_before = "", list[int](), len(self.token_ids)
         for index, token_id in enumerate(chunk.token_ids):
-            delta.token_ids.append(token_id)
-            delta.text_offsets.append(self._num_chars)
-            if hides_last and index == len(chunk.token_ids) - 1:
+            offsets.append(self._num_chars)
+            if index == num_shown:
                 break
-            armed = len(self.token_ids) + len(delta.token_ids) > self._params.min_tokens
             piece = self._detokenizer.push(token_id)
             self._num_chars += len(piece)
-            delta.text += self._stop.push(piece, armed)
+            text += self._stop.push(piece, num_before + index >= self._params.min_tokens)
             if self._stop.matched is not None:
                 num_used = index + 1
                 break
+        delta = Delta(text, chunk.token_ids[:num_used], offsets)
         if self._stop.matched is None and chunk.finish_reason is not None:
             delta.text += self._stop.push(self._detokenizer.flush())
             if self._stop.matched is None:

@@ -48,9 +48,9 @@ class SequenceRecord:
         metrics = self._metrics
         self._of_model.num_tokens += num_tokens
         for count in accepted:
-            metrics.rounds.inc()
+            metrics.num_rounds += 1
             for position in range(count):
-                metrics.accepted.labels(str(position)).inc()
+                metrics.num_accepted[position] += 1
         if num_tokens == 0:
             return
         now = time.perf_counter()
@@ -103,7 +103,7 @@ class SequenceRecord:
         logger.info("%s", line_of(fields), extra={"fields": fields})
 
     def _observe(self, name: str, value: float) -> None:
-        self._of_model.observe[name](value)
+        self._of_model.observe(name, value)
 
 
 def log_refusal(method: str, endpoint: str, error: ApiError) -> None:

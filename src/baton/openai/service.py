@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -20,6 +20,7 @@ from baton.openai.output import ChoiceOutput, Delta
 from baton.openai.plan import Plan, check_model
 from baton.openai.records import SequenceRecord
 from baton.openai.request_metrics import NO_METRICS, PerRequestMetrics
+from baton.openai.streams import ChoiceSequence, ShortCut, StartedStream
 from baton.openai.structured import with_field_name
 from baton.openai.tokens import detokenize, tokenize
 from baton.openai.tools import NO_PARSING, Parsing
@@ -112,22 +113,24 @@ class OpenAIService:
         """A body, or server-sent events."""
         outputs = self.begin(plan)
         if plan.stream:
-            events = self._events(plan, outputs)
+            short_cut = ShortCut() if len(outputs) == 1 else None
             # A refusal must set the HTTP status.
-            return await StartedStream.of(events)
+            return await StartedStream.of(self._events(plan, outputs, short_cut), short_cut)
         async with self.running(plan, outputs) as deltas:
             async for _ in deltas:
                 pass
         return msgspec.json.encode(self._with_metrics(fmt.response_body(plan, outputs), plan, outputs))
 
-    async def _events(self, plan: Plan, outputs: Sequence[ChoiceOutput]) -> AsyncGenerator[bytes, None]:
+    async def _events(
+        self, plan: Plan, outputs: Sequence[ChoiceOutput], short_cut: ShortCut | None
+    ) -> AsyncGenerator[bytes, None]:
         begun: set[int] = set()
         plain: dict[int, fmt.PlainEvents] = {}
         counts = [0] * len(outputs)
         wants_tokens = plan.return_token_ids or plan.requests[0].sampling_params.logprobs is not None
         is_plain = not wants_tokens and plan.reader is None and not plan.continuous_usage
         try:
-            async with self.running(plan, outputs) as deltas:
+            async with self.running(plan, outputs, short_cut) as deltas:
                 async for index, delta in deltas:
                     counts[index] += len(delta.token_ids)
                     if not (fmt.is_visible(plan, delta) or (wants_tokens and delta.token_ids)):
@@ -140,6 +143,8 @@ class OpenAIService:
                         event["usage"] = fmt.usage_so_far(plan, index, counts[index])
                     if is_plain and index not in begun:
                         plain[index] = fmt.PlainEvents(plan, index, outputs[index])
+                        if short_cut is not None:
+                            short_cut.plain = plain[index]
                     begun.add(index)
                     yield fmt.encode_event(event)
         except Exception as error:
@@ -157,33 +162,33 @@ class OpenAIService:
 
     @contextlib.asynccontextmanager
     async def running(
-        self, plan: Plan, outputs: Sequence[ChoiceOutput]
+        self, plan: Plan, outputs: Sequence[ChoiceOutput], short_cut: ShortCut | None = None
     ) -> AsyncIterator[AsyncGenerator[tuple[int, Delta], None]]:
-        """(choice, delta) of all choices. At the end, choices that still run are aborted."""
+        """(choice, delta) of all choices, except for what takes the `short_cut`. At the end, choices that still run are
+        aborted."""
         try:
             with self.queue.waiting(len(outputs)) as served:
-                samples = [self._sample(plan, index, output, served) for index, output in enumerate(outputs)]
+                samples = [self._sample(plan, index, output, served, short_cut) for index, output in enumerate(outputs)]
                 async with contextlib.aclosing(samples[0] if len(samples) == 1 else _merge(samples)) as deltas:
                     yield deltas
         finally:
-            observe = self._metrics.of_model(plan.model.name).observe
-            observe["request_max_num_generation_tokens"](max(len(output.token_ids) for output in outputs))
+            most = max(len(output.token_ids) for output in outputs)
+            self._metrics.of_model(plan.model.name).observe("request_max_num_generation_tokens", most)
 
     async def _sample(
-        self, plan: Plan, index: int, output: ChoiceOutput, served: Callable[[], None]
+        self, plan: Plan, index: int, output: ChoiceOutput, served: Callable[[], None], short_cut: ShortCut | None
     ) -> AsyncGenerator[tuple[int, Delta], None]:
         request = plan.requests[index]
         record = SequenceRecord(self._metrics, request.request_id, plan.model.name, len(request.prompt_token_ids))
+        sequence = ChoiceSequence(output, record, short_cut)
+        take = None if short_cut is None else sequence.take
         try:
-            chunks = self._backend.generate(request, plan.kv_mode, record.on_route)
+            chunks = self._backend.generate(request, plan.kv_mode, record.on_route, take)
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:
                     if chunk.token_ids and not output.token_ids:
                         served()
-                    num_rounds = len(output.accepted)
-                    delta = output.push(chunk)
-                    record.tokens(len(delta.token_ids), output.accepted[num_rounds:])
-                    record.num_cached_tokens = output.num_cached_tokens
+                    delta = sequence.push(chunk)
                     if delta.finish_reason is not None:
                         output.times = record.times
                         output.route = record.route if record.engines else None
@@ -205,34 +210,6 @@ class OpenAIService:
 def _call_on(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
     with contextlib.suppress(RuntimeError):  # the loop is closed
         loop.call_soon_threadsafe(call)
-
-
-class StartedStream(AsyncGenerator[T, None]):
-    """A generator whose first item is already there."""
-
-    def __init__(self, first: T, rest: AsyncGenerator[T, None]) -> None:
-        self._first: list[T] = [first]
-        self._rest = rest
-
-    @classmethod
-    async def of(cls, items: AsyncGenerator[T, None]) -> StartedStream[T]:
-        return cls(await anext(items), items)
-
-    def __anext__(self) -> Coroutine[Any, Any, T]:
-        return self.asend(None)
-
-    def asend(self, value: None) -> Coroutine[Any, Any, T]:
-        return _value(self._first.pop()) if self._first else self._rest.asend(value)
-
-    def athrow(self, *error: Any) -> Coroutine[Any, Any, T]:
-        return self._rest.athrow(*error)
-
-    def aclose(self) -> Coroutine[Any, Any, None]:
-        return self._rest.aclose()
-
-
-async def _value(value: T) -> T:
-    return value
 
 
 async def _merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:

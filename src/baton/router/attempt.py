@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.errors import is_refusal, reason_label
+from baton.openai.backend import Take
 from baton.openai.http.api_errors import error_of_chunk
 from baton.router.connectors.base import HandoffOutcome
 from baton.router.join import Joined, LegChunks, LegFailed
+from baton.router.observer import ObservedRequest
 from baton.router.pooled_engine import PooledEngine
 from baton.router.routes import Route
 from baton.wire import LegRole, TokenChunk
@@ -53,3 +55,12 @@ class RunningAttempt:
             self.failures[reason_label((chunk.error or "unknown").partition(":")[0])] += 1
         if chunk.recoverable:
             raise LegFailed("decode", error_of_chunk(chunk.error), reported=True)
+
+
+def pass_on(take: Take, joined: Joined, observed: ObservedRequest, chunk: TokenChunk) -> bool:
+    """Whether a chunk of the decode leg only adds tokens, and was taken."""
+    if not joined.adds(chunk) or not take(chunk):
+        return False
+    joined.token_ids += chunk.token_ids
+    observed.on_chunk(chunk)
+    return True

@@ -8,25 +8,34 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from baton.openai.backend import Take
 from baton.timeouts import timeout
 from baton.wire import LegRole, TokenChunk
 
 # Lets the first token reach the client before the decode leg's request is sent.
 _THEN_S = 0.001
-Chunks = AsyncGenerator[TokenChunk, None]
+# May be sent a `Take`, which then gets the chunks first.
+Chunks = AsyncGenerator[TokenChunk, Take | None]
 # A leg, or an awaitable that prepares it. None: no leg after all.
 LegSource = Chunks | Callable[[], Awaitable[Chunks | None]]
 LegItem = tuple[LegRole, TokenChunk | BaseException | None]  # None: the leg has ended
 
 
 class LegItems:
-    """A queue for one reader, at half the cost of asyncio's."""
+    """A queue for one reader, at half the cost of asyncio's. `direct` gets the decode leg's chunks while the reader
+    waits for them and has read all others.
+    """
 
-    __slots__ = ("_items", "_waiter")
+    __slots__ = ("_items", "_waiter", "direct")
 
-    def __init__(self) -> None:
+    def __init__(self, direct: Take | None = None) -> None:
         self._items: deque[LegItem] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self.direct = direct
+
+    def take(self, chunk: TokenChunk) -> bool:
+        waits = self._waiter is not None and not self._waiter.done() and not self._items
+        return waits and self.direct is not None and self.direct(chunk)
 
     def put_nowait(self, item: LegItem) -> None:
         self._items.append(item)
@@ -108,10 +117,16 @@ async def _read(leg: LegRole, source: LegSource, items: LegItems, watches: Seque
             if callable(source):
                 chunks = await source()
             if chunks is not None:
-                async for chunk in chunks:
+                take = _taking(items, watches) if leg == "decode" else None
+                chunk = await anext(chunks, None)
+                while chunk is not None:
                     items.put_nowait((leg, chunk))
                     for watch in watches:
                         watch.on_chunk(chunk)
+                    try:
+                        chunk = await chunks.asend(take)
+                    except StopAsyncIteration:
+                        break
         except Exception as failed:
             error = failed
             raise
@@ -123,6 +138,21 @@ async def _read(leg: LegRole, source: LegSource, items: LegItems, watches: Seque
         items.put_nowait((leg, None))
     except Exception as failed:
         items.put_nowait((leg, failed))
+
+
+def _taking(items: LegItems, watches: Sequence[LegWatch]) -> Take:
+    listening = [watch for watch in watches if type(watch).on_chunk is not LegWatch.on_chunk]
+    if not listening:
+        return items.take
+
+    def take(chunk: TokenChunk) -> bool:
+        if not items.take(chunk):
+            return False
+        for watch in listening:
+            watch.on_chunk(chunk)
+        return True
+
+    return take
 
 
 async def rest_of_leg(which: LegRole, task: asyncio.Task[None], items: LegItems, ended: bool) -> Chunks:

@@ -24,10 +24,10 @@ from baton.errors import (
     reason_label,
 )
 from baton.openai import ServedModel
-from baton.openai.backend import OnRoute
+from baton.openai.backend import OnRoute, Take
 from baton.openai.http.caller import CALLER, session_of
 from baton.router.admission.tenants import standing_of
-from baton.router.attempt import RequestProgress, RunningAttempt
+from baton.router.attempt import RequestProgress, RunningAttempt, pass_on
 from baton.router.concurrency import ConcurrencyLimit
 from baton.router.connectors.base import Connector, HandoffOutcome, Legs
 from baton.router.hand_back import HandBacks, HandBackWatch
@@ -100,7 +100,11 @@ class RouterBackend:
         self._connector.check(params)
 
     async def generate(
-        self, request: GenerateRequest, kv_mode: Mode | None = None, on_route: OnRoute | None = None
+        self,
+        request: GenerateRequest,
+        kv_mode: Mode | None = None,
+        on_route: OnRoute | None = None,
+        take: Take | None = None,
     ) -> AsyncGenerator[TokenChunk, None]:
         """Wait for a slot, then yield the request's chunks over all attempts. Raises the last attempt's error."""
         async with contextlib.AsyncExitStack() as held:
@@ -122,7 +126,8 @@ class RouterBackend:
                 num_known = len(joined.token_ids)
                 try:
                     may_move = functools.partial(self._may_move, joined, rest, progress.fruitless)
-                    async with self._running(rest, route, kv_mode or self._kv_mode, may_move) as attempt:
+                    items = LegItems(None if take is None else functools.partial(pass_on, take, joined, observed))
+                    async with self._running(rest, route, kv_mode or self._kv_mode, may_move, items) as attempt:
                         async for chunk, leg in attempt.chunks:
                             attempt.note(chunk, leg)
                             if not progress.decided:  # the engine may still decline
@@ -236,7 +241,7 @@ class RouterBackend:
 
     @contextlib.asynccontextmanager
     async def _running(
-        self, request: GenerateRequest, route: Route, kv_mode: Mode, may_move: MayMove
+        self, request: GenerateRequest, route: Route, kv_mode: Mode, may_move: MayMove, items: LegItems
     ) -> AsyncIterator[RunningAttempt]:
         """Raises `LegFailed` if another may succeed."""
         prefill, decode = route.prefill, route.decode
@@ -244,7 +249,7 @@ class RouterBackend:
             if route.max_prefill_tokens is not None:
                 request = msgspec.structs.replace(request, max_prefill_tokens=route.max_prefill_tokens)
             alone = Legs({"decode": self._connector.alone(request, decode)})
-            async with self._joining(request, route, alone, kv_mode, may_move) as attempt:
+            async with self._joining(request, route, alone, kv_mode, may_move, items) as attempt:
                 yield attempt
             return
         legs = self._connector.legs(request, prefill, decode, kv_mode)
@@ -252,7 +257,7 @@ class RouterBackend:
         self.num_active_handoffs += 1
         outcome: HandoffOutcome = "aborted"
         try:
-            async with self._joining(request, route, legs, kv_mode, may_move) as attempt:
+            async with self._joining(request, route, legs, kv_mode, may_move, items) as attempt:
                 attempt.failures = self.failures
                 try:
                     yield attempt
@@ -272,10 +277,9 @@ class RouterBackend:
 
     @contextlib.asynccontextmanager
     async def _joining(
-        self, request: GenerateRequest, route: Route, legs: Legs, kv_mode: Mode, may_move: MayMove
+        self, request: GenerateRequest, route: Route, legs: Legs, kv_mode: Mode, may_move: MayMove, items: LegItems
     ) -> AsyncIterator[RunningAttempt]:
         """Run both legs, which count towards their engines' load meanwhile."""
-        items = LegItems()
         engines = {leg: route.engine(leg) for leg in legs.chunks}
         watches = self.observer.watch_legs(request.request_id, engines, kv_mode)
         if self.hand_backs.enabled and "prefill" in engines:

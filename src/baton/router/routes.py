@@ -120,10 +120,9 @@ class Routes:
             backs = self._hand_backs if self._hand_backs is not None and self._hand_backs.enabled else None
             elsewhere = backs.held(prompt, usable) if backs else 0
             route = self._choose_route(request, EngineNeeds(prompt, session, elsewhere=elsewhere), engines, hand_off)
-            if route is not None and route.prefill is not None and backs is not None:
-                route = replace(route, hand_back=backs.choose(prompt, route.prefill, usable))
             if route is not None:
-                return self._charged(route, prompt)
+                back = None if route.prefill is None or backs is None else backs.choose(prompt, route.prefill, usable)
+                return self._charged(route, back, prompt)
         return None
 
     def _choose_route(
@@ -177,16 +176,16 @@ class Routes:
         limit = min(config.max_turn_prefill_length, int(least / max(config.turn_ratio, 1.0)))
         return limit if limit < len(needs.prompt.tokens) else 0
 
-    def _charged(self, route: Route, prompt: PromptBlocks) -> Route:
+    def _charged(self, route: Route, back: HandBack | None, prompt: PromptBlocks) -> Route:
         """The computing engine will hold the prompt: count it for the next request."""
         tokens, computes = len(prompt.tokens), route.prefill or route.decode
-        held = computes.known.num_tokens(prompt) + (route.hand_back.num_tokens if route.hand_back is not None else 0)
+        held = computes.known.num_tokens(prompt) + (0 if back is None else back.num_tokens)
         charge = Charge(tokens - held, tokens)
         if route.prefill is None:
             return replace(route, charges={"decode": charge})
         if self._learns:
             route.prefill.known.learn(prompt)
-        return replace(route, charges={"prefill": charge, "decode": Charge(0, tokens)})
+        return replace(route, hand_back=back, charges={"prefill": charge, "decode": Charge(0, tokens)})
 
     @property
     def _learns(self) -> bool:

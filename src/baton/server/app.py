@@ -16,7 +16,7 @@ from aiohttp import web
 from baton.errors import EngineUnavailableError, RequestError
 from baton.openai import FrontMetrics, OpenAIService, ServedModel
 from baton.openai.api_routes import add_health, add_openai_routes
-from baton.openai.backend import OnRoute
+from baton.openai.backend import OnRoute, Take
 from baton.openai.http.access import OPEN, Access
 from baton.openai.http.api_errors import to_api_error
 from baton.openai.http.app import BODIES, json_response, new_app
@@ -55,9 +55,13 @@ class EngineBackend:
         """Nothing: an engine supports all parameters of a plan."""
 
     def generate(
-        self, request: GenerateRequest, kv_mode: Mode | None = None, on_route: OnRoute | None = None
+        self,
+        request: GenerateRequest,
+        kv_mode: Mode | None = None,
+        on_route: OnRoute | None = None,
+        take: Take | None = None,
     ) -> AsyncGenerator[TokenChunk, None]:
-        """Ignores `kv_mode` and `on_route`."""
+        """Ignores all but the request."""
         return self._engine.generate(request)
 
 

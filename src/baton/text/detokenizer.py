@@ -43,6 +43,7 @@ class IncrementalDetokenizer:
                 self._utf8.decode(raw)
         # Bytes of a character that the output may complete.
         self._begun = bytes(self._utf8.getstate()[0])
+        self._is_open = bool(self._begun)  # within a character
         self._num_emitted = len(self._complete(self._text())) if self._window and not self._in_bytes else 0
 
     def push(self, token_id: int) -> str:
@@ -54,7 +55,11 @@ class IncrementalDetokenizer:
             self._in_bytes = True
             if not self._spelling.in_bytes:
                 self._window = [*self._window[-_MAX_WINDOW_TOKENS:], token_id]
-            return self._without_prompt_rest(self._utf8.decode(raw), raw)
+            if not self._is_open and raw.isascii():
+                return raw.decode()
+            text = self._without_prompt_rest(self._utf8.decode(raw), raw)
+            self._is_open = bool(self._utf8.getstate()[0])
+            return text
         out = self._leave_bytes()
         self._window.append(token_id)
         text = self._text()
@@ -88,6 +93,7 @@ class IncrementalDetokenizer:
         self._in_bytes = False
         out = self._without_prompt_rest(self._utf8.decode(b"", final=True), b"")
         self._utf8.reset()
+        self._is_open = False
         if not self._spelling.in_bytes:
             self._num_emitted = len(self._text())
         return out

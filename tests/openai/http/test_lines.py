@@ -7,19 +7,23 @@ from unittest.mock import Mock
 
 import aiohttp
 import pytest
-from aiohttp.base_protocol import BaseProtocol
+from aiohttp.client_proto import ResponseHandler
 from aiohttp.http_exceptions import LineTooLong
 
+from baton.errors import ProtocolError
 from baton.openai.http.lines import LineReader
 
 TEXT = b'{"a":1}\r\n\ndata: "\xc3\xa9\x85\xe2\x80\xa8"\n\n: x\n'
 
 
-def content() -> aiohttp.StreamReader:
-    loop = asyncio.get_running_loop()
-    protocol = BaseProtocol(loop)
+def connection() -> ResponseHandler:
+    protocol = ResponseHandler(asyncio.get_running_loop())
     protocol.connection_made(Mock(spec=asyncio.Transport))
-    return aiohttp.StreamReader(protocol, 2**16, loop=loop)
+    return protocol
+
+
+def content(protocol: ResponseHandler | None = None) -> aiohttp.StreamReader:
+    return aiohttp.StreamReader(protocol or connection(), 2**16, loop=asyncio.get_running_loop())
 
 
 async def lines_of(*packets: bytes, max_bytes: int = 64) -> tuple[list[bytes], bool]:
@@ -43,7 +47,8 @@ async def lines_of(*packets: bytes, max_bytes: int = 64) -> tuple[list[bytes], b
 
 @pytest.mark.parametrize("place", range(len(TEXT) + 1))
 async def test_lines_end_at_line_feeds_alone(place: int) -> None:
-    assert await lines_of(TEXT[:place], TEXT[place:]) == (TEXT.split(b"\n")[:-1], False)
+    expected = [line for line in TEXT.split(b"\n") if line]
+    assert await lines_of(TEXT[:place], TEXT[place:]) == (expected, False)
 
 
 async def test_a_line_without_an_end_is_told() -> None:
@@ -55,3 +60,91 @@ async def test_a_line_without_an_end_is_told() -> None:
 async def test_a_line_that_is_too_long_is_an_error(packets: tuple[bytes, ...]) -> None:
     with pytest.raises(LineTooLong):
         await lines_of(*packets, max_bytes=8)
+
+
+async def test_lines_are_taken_when_they_arrive() -> None:
+    stream = content()
+    reader, taken = LineReader(stream, 64), list[bytes]()
+
+    def take(line: bytes) -> bool:
+        if line == b"c":
+            return False
+        taken.append(line)
+        return True
+
+    reader.take = take
+    stream.feed_data(b"a\n")
+    assert await reader.next() == [b"a"], "it came while nobody waited"
+    waiting = asyncio.create_task(reader.next())
+    await asyncio.sleep(0)
+    stream.feed_data(b"a\nb\n")
+    assert taken == [b"a", b"b"]
+    stream.feed_data(b"c\nd\n")
+    assert taken == [b"a", b"b"], "order is kept after a line that is not taken"
+    assert await waiting == [b"c", b"d"]
+
+
+async def test_an_error_of_taking_is_raised_where_lines_are_read() -> None:
+    stream = content()
+    reader = LineReader(stream, 64)
+    reader.take = lambda line: bool(line.index(b"x"))
+    waiting = asyncio.create_task(reader.next())
+    await asyncio.sleep(0)
+    stream.feed_data(b"a\n")
+    with pytest.raises(ValueError, match="subsection"):
+        await waiting
+
+
+async def test_data_that_came_before_the_reader_counts() -> None:
+    stream = content()
+    stream.feed_data(b"a\nb")
+    reader = LineReader(stream, 64)
+    stream.feed_data(b"c\n")
+    stream.feed_eof()
+    assert [await reader.next(), await reader.next()] == [[b"a", b"bc"], []]
+    ended = content()
+    ended.feed_data(b"a\n")
+    ended.feed_eof()
+    reader = LineReader(ended, 64)
+    assert [await reader.next(), await reader.next()] == [[b"a"], []]
+
+
+async def test_lines_before_an_error_are_read() -> None:
+    stream = content()
+    reader = LineReader(stream, 64)
+    stream.feed_data(b"a\n")
+    stream.set_exception(aiohttp.ClientPayloadError("cut"))
+    assert await reader.next() == [b"a"]
+    with pytest.raises(aiohttp.ClientPayloadError):
+        await reader.next()
+
+
+async def test_the_end_of_a_response_is_not_that_of_the_next_one() -> None:
+    """aiohttp closes the content of a response that was read to its end when it is released, by which time another one
+    may use the connection.
+    """
+    protocol = connection()
+    first = content(protocol)
+    LineReader(first, 64)
+    first.feed_eof()
+    second = content(protocol)
+    reader = LineReader(second, 64)
+    first.set_exception(aiohttp.ClientConnectionError("closed"))
+    second.feed_data(b"a\n")
+    assert await reader.next() == [b"a"]
+
+
+@pytest.mark.parametrize("rest", [b"aaaa\n" * 3, b"\n" * 15, b"a" * 15], ids=["lines", "blank", "line"])
+@pytest.mark.parametrize("limit", [14, 15])
+async def test_the_rest_of_a_response_is_bounded(rest: bytes, limit: int) -> None:
+    stream = content()
+    reader = LineReader(stream, 64)
+    stream.feed_data(b"first\n")
+    assert await reader.next() == [b"first"]
+    dropping = asyncio.create_task(reader.read_to_end(limit))
+    await asyncio.sleep(0)
+    stream.feed_data(rest[:9])
+    stream.feed_data(rest[9:])
+    stream.feed_eof()
+    (error,) = await asyncio.gather(dropping, return_exceptions=True)
+    assert isinstance(error, ProtocolError) == (limit < len(rest))

@@ -13,6 +13,7 @@ from baton.wire import GenerateRequest
 from testkit.servers.fleets import BODY, Cluster
 
 
+@pytest.mark.asyncio(loop_factories=["asyncio"])  # uvloop calls the kernel itself
 async def test_heads_leave_with_what_follows_them_and_the_prefill_leg_first(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

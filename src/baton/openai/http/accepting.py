@@ -16,6 +16,7 @@ from baton.log_limit import LogLimit
 from baton.openai.http import tls
 from baton.openai.http.connections import ClientConnection
 from baton.openai.http.limits import HttpLimits
+from baton.openai.http.turns import READ_BYTES, ShortTurns
 
 logger = logging.getLogger(__name__)
 logger.addFilter(LogLimit(1))
@@ -49,49 +50,64 @@ class Acceptor:
         self._server, self._listener, self._new_connection = server, listener, new_connection
         self._tls, self._limits = context, limits
         self._limit = max_connections(limits)
-        self._opening: dict[asyncio.Task[None], None] = {}
+        self._buffer = memoryview(bytearray(READ_BYTES))
+        self._opening: dict[asyncio.Task[None], ClientConnection] = {}
+        self._held: socket.socket | None = None  # waits for room
+        self._pause: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
         listener.setblocking(False)
-        self._accepting = asyncio.create_task(self._accept())
+        self._loop.add_reader(listener, self._accept)
 
     def close(self) -> None:
         """Open connections stay. Idempotent."""
         if self._listener.fileno() < 0:
             return
-        self._accepting.cancel()
+        if self._pause is not None:
+            self._pause.cancel()
+        self._loop.remove_reader(self._listener)
+        if self._held is not None:
+            self._held.close()
         for task in self._opening:
             task.cancel()
-        asyncio.get_running_loop().remove_reader(self._listener)
         self._listener.close()
 
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                client, _ = await loop.sock_accept(self._listener)
-            except ConnectionAbortedError:
-                continue  # the client has left
-            except OSError as error:  # no file descriptor or memory is left
-                logger.warning("no connection can be taken now: %s", error)
-                await asyncio.sleep(_PAUSE_S)
-                continue
-            try:
-                while not self._has_room():
-                    logger.warning("all %d connections are busy: others wait", self._limit)
-                    await asyncio.sleep(_PAUSE_S)
-            except asyncio.CancelledError:
-                client.close()
-                raise
-            task = asyncio.create_task(self._open(client))
-            self._opening[task] = None
-            task.add_done_callback(self._opening.pop)
-            await asyncio.sleep(0)  # sock_accept does not yield while connections are pending
+    def _accept(self) -> None:
+        try:
+            client = self._held or self._listener.accept()[0]
+        except (BlockingIOError, ConnectionAbortedError):
+            return  # the client has left
+        except OSError as error:  # no file descriptor or memory is left
+            logger.warning("no connection can be taken now: %s", error)
+            self._wait()
+            return
+        client.setblocking(False)
+        if not self._has_room():
+            logger.warning("all %d connections are busy: others wait", self._limit)
+            self._held = client
+            self._wait()
+            return
+        self._held = None
+        connection = self._new_connection()
+        task = self._loop.create_task(self._open(client, connection))
+        self._opening[task] = connection
+        task.add_done_callback(self._opening.pop)
 
-    async def _open(self, client: socket.socket) -> None:
+    def _wait(self) -> None:
+        self._loop.remove_reader(self._listener)
+        self._pause = self._loop.call_later(_PAUSE_S, self._go_on)
+
+    def _go_on(self) -> None:
+        self._pause = None
+        self._loop.add_reader(self._listener, self._accept)
+        if self._held is not None:
+            self._accept()
+
+    async def _open(self, client: socket.socket, connection: ClientConnection) -> None:
         try:
             if self._tls is None:
-                await asyncio.get_running_loop().connect_accepted_socket(self._new_connection, client)
+                await self._loop.connect_accepted_socket(lambda: ShortTurns(connection, self._buffer), client)
             else:
-                await tls.connect(client, self._new_connection(), self._tls, self._limits)
+                await tls.connect(client, connection, self._tls, self._limits)
         except (OSError, EOFError) as error:  # ssl.SSLError and TimeoutError are OSErrors
             client.close()
             logger.debug("a connection could not be opened: %s", error)
@@ -101,17 +117,22 @@ class Acceptor:
 
     def _has_room(self) -> bool:
         """Whether another connection fits, perhaps after closing an idle one."""
+        opening = [task for task, connection in self._opening.items() if not connection.is_made]
         connections = self._server.connections
-        # Without TLS, opening connections would be counted twice.
-        num_opening = 0 if self._tls is None else len(self._opening)
-        if len(connections) + num_opening < self._limit:
+        num = len(connections) + len(opening)
+        if num < self._limit:
             return True
         ours = [one for one in connections if isinstance(one, ClientConnection)]
-        closing, idle = [one for one in ours if one.is_closing()], [one for one in ours if one.is_idle()]
-        if closing or idle:
-            [*closing, *(one for one in idle if not one.has_asked), *idle][0].leave()
-        elif num_opening:
-            next(iter(self._opening)).cancel()
+        closing = [one for one in ours if one.is_closing()]
+        for one in closing:
+            one.leave()
+        if num - len(closing) < self._limit:
+            return True
+        idle = [one for one in ours if one.is_idle() and not one.is_closing()]
+        if idle:
+            [*(one for one in idle if not one.has_asked), *idle][0].leave()
+        elif opening:
+            opening[0].cancel()
         else:
             return False
         return True

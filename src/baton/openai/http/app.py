@@ -24,6 +24,7 @@ from baton.openai.http.metrics import FrontMetrics, RowCollector, exposition_tex
 from baton.openai.http.tracing import TRACE, trace_of
 from baton.openai.messages import error_body
 from baton.openai.records import log_refusal
+from baton.openai.streams import StartedStream
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -169,9 +170,12 @@ async def send_answer(
         headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
         response = Stream(headers=headers)
         await response.prepare(request)
+        short_cut = answer.short_cut if isinstance(answer, StartedStream) else None
         try:
             async for event in events:
                 await response.send(request, event)
+                if short_cut is not None:
+                    short_cut.write = response.send_more
         except asyncio.CancelledError:
             if not request.app[DRAIN].ended:
                 raise

@@ -18,7 +18,6 @@ logger = logging.getLogger(__name__)
 logger.addFilter(LogLimit())  # any client may cause these lines
 
 _BODY_TYPE = "application/json"
-READ_BYTES = 2**14
 
 
 class WriteBacklog:
@@ -61,7 +60,7 @@ class ClientConnection(web.RequestHandler):
 
     __slots__ = (
         *("_added", "_discards", "_head_timer", "_limits", "_open", "_sending", "_unread", "_write_timer"),
-        *("has_asked", "tls"),
+        *("has_asked", "is_made", "tls"),
     )
 
     def __init__(self, server: web.Server, limits: HttpLimits, unread: WriteBacklog, **options: Any) -> None:
@@ -74,26 +73,42 @@ class ClientConnection(web.RequestHandler):
         self._open: asyncio.Transport | None = None
         self._sending: Sending | None = None
         self._added = 0
+        self.is_made = False
         self.has_asked = False  # a complete head was received
         self._discards = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        self.is_made = True
         self._open = cast(asyncio.Transport, transport)
         # Pauses and resumes show whether anything is buffered. A high limit of 0 would make TLS pause needlessly.
         self._open.set_write_buffer_limits(high=1, low=0)
         self._sending = self.tls or self._open
-        # Parsing a body in one-byte chunks blocks the event loop for 1 µs per byte.
-        cast(Any, transport).max_size = READ_BYTES
         self._head_timer = self._loop.call_later(self._limits.head_s, self._head_is_late)
 
     async def send(self, writer: StreamWriter, data: bytes) -> None:
         """Does not wait. Raises `ConnectionResetError`."""
+        before = self._check_unread()
+        await writer.write(data, drain=False)
+        self._note_sent(before)
+
+    def send_raw(self, data: bytes) -> None:
+        before = self._check_unread()
+        if self._open is None or self._open.is_closing():
+            raise ConnectionResetError("the client has left")
+        self._open.write(data)
+        self._note_sent(before)
+
+    def _check_unread(self) -> int:
+        if self._write_timer is None and self.tls is None:
+            return 0  # the transport has not paused
         before = self.num_unread()
         if before > self._limits.stream_bytes:
             self.cut_off()
             raise ConnectionResetError("the client does not read its answer")
-        await writer.write(data, drain=False)
+        return before
+
+    def _note_sent(self, before: int) -> None:
         if before:
             after = self.num_unread()
             self._added += after - before
@@ -134,6 +149,9 @@ class ClientConnection(web.RequestHandler):
     def discard(self) -> None:
         """Later data is dropped unparsed: the connection ends after this response."""
         self._discards = True
+
+    def is_reading_paused(self) -> bool:
+        return self._reading_paused or getattr(self, "_buffer_paused", False)  # since aiohttp 3.14
 
     def data_received(self, data: bytes) -> None:
         if self._discards:
@@ -179,11 +197,15 @@ class ClientConnection(web.RequestHandler):
             super().log_exception(*args, **options)
 
     def is_idle(self) -> bool:
+        if self._waiter is None and not self.has_asked:  # aiohttp's task may not have begun
+            return not self._messages
         return self._waiter is not None and not self._waiter.done()
 
     def is_closing(self) -> bool:
-        """Closing, except for the client's part of a TLS closure."""
-        return self._open is not None and self._open.is_closing() and not self.num_unread()
+        """Closing, except for the client's part of a TLS closure, or closed while aiohttp's task ends."""
+        if self._open is None:
+            return self.is_made
+        return self._open.is_closing() and not self.num_unread()
 
     def leave(self) -> None:
         """Close without waiting for the client's part of a TLS closure."""
@@ -213,15 +235,23 @@ class Stream(web.StreamResponse):
     costs the reader one iteration of its event loop."""
 
     _send_headers_immediately = False  # an attribute of aiohttp's `Response`; older versions ignore it
-    _to: tuple[ClientConnection, StreamWriter] | None = None
+    _to: ClientConnection | None = None
+    _has_chunks = False
 
     async def send(self, request: web.Request, data: bytes) -> None:
         """Raises the errors of `ClientConnection.send`."""
-        if self._to is None:
-            if not self.prepared:
-                await self.prepare(request)
-            assert isinstance(request.writer, StreamWriter)
-            assert isinstance(request.protocol, ClientConnection)
-            self._to = request.protocol, request.writer
-        connection, writer = self._to
+        if self._to is not None:
+            self.send_more(data)
+            return
+        if not self.prepared:
+            await self.prepare(request)
+        writer, connection = request.writer, request.protocol
+        assert isinstance(writer, StreamWriter)
+        assert isinstance(connection, ClientConnection)
         await connection.send(writer, data)
+        self._to, self._has_chunks = connection, writer.chunked
+
+    def send_more(self, data: bytes) -> None:
+        """`send`, after the first part, at less cost than by aiohttp's writer."""
+        assert self._to is not None
+        self._to.send_raw(b"%x\r\n%b\r\n" % (len(data), data) if self._has_chunks else data)

@@ -62,17 +62,25 @@ class Bodies:
             raise web.HTTPRequestEntityTooLarge(self._limits.body_bytes, request.content_length or 0)
         size = 0
         body = bytearray()
+
+        def add(part: bytes) -> None:
+            nonlocal size
+            size += len(part)
+            self.num_bytes += len(part)
+            if size > self._limits.body_bytes:
+                raise web.HTTPRequestEntityTooLarge(self._limits.body_bytes, size)
+            if self.num_bytes > self._limits.bodies_bytes:
+                raise OverloadedError("too many long requests at once")
+            body.extend(part)
+
         try:
             try:
-                async with timeout(self._limits.body_s):
-                    async for part in request.content.iter_any():
-                        size += len(part)
-                        self.num_bytes += len(part)
-                        if size > self._limits.body_bytes:
-                            raise web.HTTPRequestEntityTooLarge(self._limits.body_bytes, size)
-                        if self.num_bytes > self._limits.bodies_bytes:
-                            raise OverloadedError("too many long requests at once")
-                        body.extend(part)
+                if request.content.is_eof():  # it came with the head
+                    add(request.content.read_nowait())
+                else:
+                    async with timeout(self._limits.body_s):
+                        async for part in request.content.iter_any():
+                            add(part)
             except asyncio.TimeoutError:
                 raise web.HTTPRequestTimeout from None
             except web.RequestPayloadError:

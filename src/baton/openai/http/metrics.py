@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -18,9 +19,10 @@ _E2E_BUCKETS_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0,
 _TOKENS_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _MODEL = "model_name"
 _TOKENS = "Tokens generated."
+_TTFT = "From the arrival of a request to its first token."
 _ITL = "Between tokens of one sequence; tokens of one step share its time evenly."
 _VLLM_HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
-    ("time_to_first_token_seconds", "From the arrival of a request to its first token.", _TTFT_BUCKETS_S),
+    ("time_to_first_token_seconds", _TTFT, _TTFT_BUCKETS_S),
     ("request_time_per_output_token_seconds", "Mean time of a request's tokens after the first.", _ITL_BUCKETS_S),
     ("e2e_request_latency_seconds", "From the arrival of a request to its end.", _E2E_BUCKETS_S),
     ("request_decode_time_seconds", "From the first token of a request to its last.", _E2E_BUCKETS_S),
@@ -81,13 +83,16 @@ def with_vllm_names(rows: Iterable[Row], model: str) -> Iterator[Row]:
 class ModelMetrics:
     """Counted without locks, since only the event loop's thread writes. Labels are resolved once, not in `observe`."""
 
-    __slots__ = ("gaps", "num_tokens", "observe", "prompt_tokens")
+    __slots__ = ("gaps", "histograms", "num_tokens", "prompt_tokens")
 
     def __init__(self, front: FrontMetrics, model: str) -> None:
         self.num_tokens = 0
         self.gaps = Histogram(_ITL_BUCKETS_S)
         self.prompt_tokens = front.vllm_prompt_tokens.labels(model)
-        self.observe = {name: metric.labels(model).observe for name, metric in front.vllm.items()}
+        self.histograms = {name: Histogram(buckets) for name, _, buckets in _VLLM_HISTOGRAMS}
+
+    def observe(self, name: str, value: float) -> None:
+        self.histograms[name].observe(value)
 
 
 class FrontMetrics:
@@ -104,22 +109,15 @@ class FrontMetrics:
             "baton:http_requests", "Requests by endpoint and HTTP status.", "endpoint", "status"
         )
         self.prompt_tokens = self._counter("baton:front_prompt_tokens", "Prompt tokens received.")
-        self.ttft = self._histogram(
-            "baton:time_to_first_token_seconds", "From the arrival of a request to its first token.", _TTFT_BUCKETS_S
-        )
-        self.rounds = self._counter("baton:front_spec_rounds", "Verification rounds of delivered tokens.")
-        self.accepted = self._counter(
-            "baton:front_spec_accepted_per_pos", "Rounds in which the draft at this position was accepted.", "position"
-        )
+        self.ttft = Histogram(_TTFT_BUCKETS_S)
+        self.num_rounds = 0
+        self.num_accepted: Counter[int] = Counter()  # by position
         self.vllm_prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens received.", _MODEL)
         self._models: dict[str, ModelMetrics] = {}
         self.registry.register(RowCollector(self._token_rows))
         self.vllm_success = self._counter(
             "vllm:request_success", "Requests that ended, by reason.", _MODEL, "finished_reason"
         )
-        self.vllm = {
-            name: self._histogram(f"vllm:{name}", text, buckets, _MODEL) for name, text, buckets in _VLLM_HISTOGRAMS
-        }
 
     def of_model(self, model: str) -> ModelMetrics:
         metrics = self._models.get(model)
@@ -135,16 +133,20 @@ class FrontMetrics:
         gaps = [one.gaps for one in self._models.values()] or [Histogram(_ITL_BUCKETS_S)]
         yield counter("front_output_tokens", _TOKENS, self.num_output_tokens)
         yield histogram("inter_token_latency_seconds", _ITL, Histogram.sum_of(gaps))
+        yield histogram("time_to_first_token_seconds", _TTFT, self.ttft)
+        yield counter("front_spec_rounds", "Verification rounds of delivered tokens.", self.num_rounds)
+        text = "Rounds in which the draft at this position was accepted."
+        for position, number in sorted(self.num_accepted.items()):
+            yield counter("front_spec_accepted_per_pos", text, number, position=str(position))
         for model, one in self._models.items():
             labels = {_MODEL: model}
             yield "vllm:generation_tokens", "counter", _TOKENS, labels, float(one.num_tokens)
             yield "vllm:inter_token_latency_seconds", "histogram", _ITL, labels, one.gaps
+            for name, text, _ in _VLLM_HISTOGRAMS:
+                yield f"vllm:{name}", "histogram", text, labels, one.histograms[name]
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, labels, registry=self.registry)
-
-    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> prometheus_client.Histogram:
-        return prometheus_client.Histogram(name, text, labels, registry=self.registry, buckets=buckets)
+    def _counter(self, name: str, text: str, *labels: str) -> prometheus_client.Counter:
+        return prometheus_client.Counter(name, text, labels, registry=self.registry)
 
 
 def exposition_text(families: Iterable[Metric]) -> bytes:

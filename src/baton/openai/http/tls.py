@@ -13,8 +13,9 @@ import sys
 from asyncio.sslproto import SSLProtocol
 from typing import Any, cast
 
-from baton.openai.http.connections import READ_BYTES, ClientConnection
+from baton.openai.http.connections import ClientConnection
 from baton.openai.http.limits import HttpLimits
+from baton.openai.http.turns import READ_BYTES, end_turn
 
 
 async def connect(client: socket.socket, connection: ClientConnection, tls: ssl.SSLContext, limits: HttpLimits) -> None:
@@ -40,11 +41,17 @@ class _Protocol(SSLProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._below = cast(asyncio.Transport, transport)
         self._below.set_write_buffer_limits(high=1, low=0)
-        cast(Any, self._below).max_size = READ_BYTES  # before Python 3.11
+        if sys.version_info < (3, 11):  # it asks for no buffer, and runs in asyncio's event loop
+            cast(Any, self._below).max_size = READ_BYTES
         super().connection_made(transport)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return cast(memoryview, super().get_buffer(sizehint))[:READ_BYTES]  # type: ignore[misc]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        super().buffer_updated(nbytes)  # type: ignore[misc]
+        if nbytes == READ_BYTES:
+            end_turn(self._below, lambda: bool(getattr(self, "_ssl_reading_paused", False)))
 
     def _get_write_buffer_size(self) -> int:
         """asyncio's implementation since Python 3.11, plus encrypted bytes not sent yet."""

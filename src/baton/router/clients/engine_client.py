@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import ClassVar, TypeVar
@@ -23,11 +24,13 @@ from baton.errors import (
     ShortageError,
 )
 from baton.openai.answers import decode_answer, read_error
+from baton.openai.backend import Take
 from baton.openai.client import PLAIN, convert_errors, error_line, read_body, read_refusal
 from baton.openai.http.api_errors import DRAINING, ENGINE_STALLED
 from baton.openai.http.lines import LineReader
 from baton.openai.http.tracing import TRACE
 from baton.router.clients.address import split_rank
+from baton.router.leg_tasks import Chunks
 from baton.router.timers import RouterTimers
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, PromptIds, TokenChunk
 
@@ -93,7 +96,7 @@ class EngineClient(ABC):
             raise ProtocolError(f"the metrics of {self.url} are no text") from None
 
     @abstractmethod
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+    def generate(self, request: GenerateRequest) -> Chunks:
         """Closing the generator closes the connection, which aborts the request.
 
         Raises `RequestError` (refused for good), `EngineUnavailableError` (not reached, or this attempt is refused),
@@ -153,7 +156,7 @@ class BatonClient(EngineClient):
     async def load(self) -> EngineLoad:
         return await self._ask("/inference/v1/load", EngineLoad)
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+    async def generate(self, request: GenerateRequest) -> Chunks:
         body = _leg_body(request)
         line_bytes = _MAX_LINE_BYTES + _scores_bytes(request)
         async with self._answer("/inference/v1/generate", body, self._leg_timeout, line_bytes) as response:
@@ -165,13 +168,18 @@ class BatonClient(EngineClient):
                     chunk = _CHUNKS.decode(line)
                     if chunk.finish_reason is not None:
                         # So that the connection can be reused.
-                        await read_body(response, _MAX_ASK_BYTES)
+                        await reader.read_to_end(_MAX_ASK_BYTES)
                         yield chunk
                         return
-                    yield chunk
+                    if (take := (yield chunk)) is not None:
+                        reader.take = functools.partial(_take_line, take)
 
     async def _ask(self, path: str, kind: type[T]) -> T:
         return decode_answer(await self._get(path, _MAX_ASK_BYTES), kind, f"{self.url} is not a Baton engine")
+
+
+def _take_line(take: Take, line: bytes) -> bool:
+    return take(_CHUNKS.decode(line))
 
 
 def _scores_bytes(request: GenerateRequest) -> int:

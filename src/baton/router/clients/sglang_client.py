@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -14,6 +14,7 @@ from baton.errors import REASONS, EngineLostError, HandoffError, ProtocolError, 
 from baton.openai.answers import decode_answer
 from baton.openai.http.lines import LineReader
 from baton.router.clients.engine_client import EngineClient
+from baton.router.leg_tasks import Chunks
 from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingParams, TokenId
 from baton.wire import (
@@ -130,13 +131,11 @@ class SglangClient(EngineClient):
             num_cached_pages=0,
         )
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+    def generate(self, request: GenerateRequest) -> Chunks:
         """Without a ticket, which the plug-in refuses."""
         return self.leg(request, {})
 
-    async def leg(
-        self, request: GenerateRequest, handoff: Mapping[str, Any], first_only: bool = False
-    ) -> AsyncGenerator[TokenChunk, None]:
+    async def leg(self, request: GenerateRequest, handoff: Mapping[str, Any], first_only: bool = False) -> Chunks:
         """`handoff`: fields of the body. `first_only`: one token.
 
         Raises the errors of `EngineClient.generate`, and `HandoffError` if a healthy server ended it.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,10 +18,12 @@ import msgspec
 from baton.comparison import token_identity
 from baton.errors import BatonError, EngineLostError, EngineUnavailableError, IncompatiblePeerError, ProtocolError
 from baton.openai.answers import Completion, Model, Models, decode_answer
-from baton.openai.client import convert_errors, read_body, read_event, read_samples
+from baton.openai.client import convert_errors, read_body, read_samples
 from baton.openai.http.lines import LineReader
 from baton.router.clients.engine_client import EngineClient, error_of_response
 from baton.router.clients.vllm_api import completion_body, render_bodies, rendered_defaults, to_chunk, with_metrics
+from baton.router.clients.vllm_events import LegEvents, without_finish
+from baton.router.leg_tasks import Chunks
 from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingDefaults
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
@@ -196,7 +199,7 @@ class VllmClient(EngineClient):
                     raise error_of_response(self.url, response.status, answer)
                 return answer
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+    def generate(self, request: GenerateRequest) -> Chunks:
         return self.leg(request)
 
     async def leg(
@@ -205,7 +208,7 @@ class VllmClient(EngineClient):
         kv_transfer_params: dict[str, object] | None = None,
         first_only: bool = False,
         is_padded: bool = False,
-    ) -> AsyncGenerator[TokenChunk, None]:
+    ) -> Chunks:
         """`first_only`: one token. A chunk that ends the request waits for the event with the metrics, which vLLM sends
         at once. A first token does not wait: its metrics follow in a chunk without tokens. `is_padded`: see
         `with_metrics`.
@@ -213,35 +216,19 @@ class VllmClient(EngineClient):
         Raises the errors of `EngineClient.generate`, and `HandoffError` if a healthy server ended it.
         """
         name = await self._served(request)
-        position = request.num_known
-        more = first_only and request.sampling_params.max_tokens - position > 1
-        body = completion_body(request, name, position, kv_transfer_params, first_only, stream=True)
-        where = f"engine {self.url}"
+        more = first_only and request.sampling_params.max_tokens - request.num_known > 1
+        body = completion_body(request, name, request.num_known, kv_transfer_params, first_only, stream=True)
+        events = LegEvents(request, f"engine {self.url}", more, is_padded)
         async with self._completion(body, self._leg_timeout) as response:
             reader = LineReader(response.content, _MAX_BODY_BYTES)
-            last: TokenChunk | None = None
-            done = False
-            while not done and (lines := await reader.next()):
+            while not events.done and (lines := await reader.next()):
                 for line in lines:
-                    event = read_event(line, where)
-                    if event is None or event == "done":
-                        done = done or event == "done"
-                        continue
-                    if last is not None and event.metrics is not None:
-                        last = with_metrics(request, last, event.metrics, is_padded)
-                    for choice in event.choices[:1]:
-                        chunk = to_chunk(request, choice, position)
-                        position += len(chunk.token_ids)
-                        if choice.finish_reason is None:
-                            yield chunk
-                        elif more and choice.finish_reason == "length":
-                            yield _without_finish(chunk)
-                            last = TokenChunk(request_id=request.request_id)
-                        else:
-                            last = chunk
+                    if (chunk := events.read(line)) is not None and (take := (yield chunk)) is not None:
+                        reader.take = functools.partial(events.take, take)
+            last = events.last
             if last is not None and (last.finish_reason is not None or last.timings is not None):
                 yield last
-            if done or last is not None:
+            if events.done or last is not None:
                 return
         raise EngineLostError(f"engine {self.url} went away in mid-stream")
 
@@ -262,7 +249,7 @@ class VllmClient(EngineClient):
         with convert_errors(f"engine {self.url}", EngineUnavailableError):
             chunk = with_metrics(request, to_chunk(request, answer.choices[0], position), answer.metrics)
         more = request.sampling_params.max_tokens - position > 1
-        return _without_finish(chunk) if more else chunk, answer.kv_transfer_params or {}
+        return without_finish(chunk) if more else chunk, answer.kv_transfer_params or {}
 
     async def _served(self, request: GenerateRequest) -> str:
         """The name of the request's model or adapter. Raises the errors of `info`, and `IncompatiblePeerError`."""
@@ -287,8 +274,3 @@ class VllmClient(EngineClient):
 
     def _decode(self, body: bytes, kind: type[_T]) -> _T:
         return decode_answer(body, kind, f"{self.url} is not a vLLM server")
-
-
-def _without_finish(chunk: TokenChunk) -> TokenChunk:
-    """A chunk of a leg limited to one token must not end the request."""
-    return msgspec.structs.replace(chunk, finish_reason=None) if chunk.finish_reason == "length" else chunk
