@@ -1,4 +1,4 @@
-"""One rank of an engine: its share of the memory, and its agent's loop around the real node."""
+"""One rank of an engine: its share of the memory, and its agent's loop around the real `RankHandoffs`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RankClock:
 
 
 class Rank:
-    """One rank with its own node, channel and transport. It dies with its engine, and may pause or die alone."""
+    """One rank with its own handoffs, channel and transport. It dies with its engine, and may pause or die alone."""
 
     def __init__(
         self, process: Process, instance: Instance, memories: Sequence[RankMemory], *, slow: bool = False
