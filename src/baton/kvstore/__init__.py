@@ -1,1 +1,1 @@
-"""Stored KV: a store of bytes by content key, and prefixes of prompts in it."""
+"""Stored KV, and prefixes of prompts in it."""

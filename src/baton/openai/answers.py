@@ -1,4 +1,4 @@
-"""Responses of OpenAI-compatible servers, as Baton writes them, and reads them from untrusted servers."""
+"""Responses of OpenAI-compatible servers, written and read."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """`qwen3_xml`: `<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>` (Qwen 3 Coder).
-
-Values are text, which is converted to JSON by the function's schema.
+Values become JSON by the function's schema.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The HTTP server of one engine: the OpenAI API for clients, and `/inference/v1` in token ids for routers."""
+"""The HTTP server of one engine, for clients and routers."""
 
 from baton.server.app import build_app
 

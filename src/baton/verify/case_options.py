@@ -1,4 +1,4 @@
-"""The options of `baton verify`: lengths, modes, prompts and tolerances."""
+"""The options of `baton verify`."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class OtlpSettings:
 
 
 def _endpoint(environment: Mapping[str, str]) -> str:
-    """The traces' variable is a whole URL, the general one the base of `/v1/traces`. The default is OpenTelemetry's."""
+    """The traces' variable is a whole URL, the general one the base of `/v1/traces`."""
     if own := environment.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
         return _checked_url(own, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
     base = environment.get("OTEL_EXPORTER_OTLP_ENDPOINT") or "http://localhost:4318"

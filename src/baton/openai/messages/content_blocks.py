@@ -1,5 +1,4 @@
-"""A message's content blocks, and their streaming events as in Anthropic's API: a block starts, grows by deltas and
-stops."""
+"""A message's content blocks, and their streaming events as in Anthropic's API."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""HTTP clients of engines: Baton's own and vLLM servers."""
+"""HTTP clients of engines."""
