@@ -36,9 +36,10 @@ def run_engine(
     `make_engine` may take long; a signal meanwhile ends the process. Raises the errors of `make_engine`, and
     `EngineUnavailableError` if the engine fails.
     """
-    with ending_on_sigterm():
+    with ending_on_sigterm() as check_end:
         engine = make_engine()
         try:
+            check_end()
             engine.start()
             app = make_app(engine)
             ready = functools.partial(on_ready, engine, url_of(listener, app))
@@ -78,17 +79,28 @@ async def _serve(
 
 
 @contextlib.contextmanager
-def ending_on_sigterm() -> Iterator[None]:
-    """The first SIGTERM becomes `SystemExit`, so that `finally` clauses run; later ones are ignored. Main thread
-    only."""
-    previous = signal.signal(signal.SIGTERM, _exit_on_signal)
+def ending_on_sigterm() -> Iterator[Callable[[], None]]:
+    """The first SIGTERM becomes `SystemExit`, so that `finally` clauses run; later ones are ignored. Main thread only.
+
+    Yields a function that raises it again, if C code dropped it.
+    """
+    taken: list[int] = []
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        signal.signal(number, signal.SIG_IGN)
+        taken.append(number)
+        raise SystemExit(128 + number)
+
+    def check_end() -> None:
+        if taken:
+            raise SystemExit(128 + taken[0])
+
+    previous = signal.signal(signal.SIGTERM, end)
     try:
-        yield
+        yield check_end
+    except Exception:
+        check_end()
+        raise
     finally:
-        if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:  # else the process is ending
+        if not taken:  # else the process is ending
             signal.signal(signal.SIGTERM, previous)
-
-
-def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
-    signal.signal(number, signal.SIG_IGN)
-    raise SystemExit(128 + number)
