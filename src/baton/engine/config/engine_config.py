@@ -48,6 +48,8 @@ class EngineConfig(ServingSettings):
         self._need(self.role in get_args(Role), "role", "both, prefill or decode")
         named = re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.engine_id) is not None
         self._need(named, "engine_id", "1-64 of A-Z a-z 0-9 _ . -")
+        if not _is_utf8(self.served_model_name or Path(self.model).name):
+            raise ConfigError("served_model_name", "is not UTF-8 in this locale: set LC_ALL=C.UTF-8, or give another")
         self._check_ranks()
         spec = self.speculative_config
         if spec is not None and spec.num_speculative_tokens == 0 and self.role != "prefill":
@@ -146,3 +148,7 @@ def _is_store(uri: str) -> bool:
         return parse_uri(uri)[0] == "file"
     except ConfigError:
         return False
+
+
+def _is_utf8(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
