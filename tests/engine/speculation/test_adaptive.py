@@ -18,7 +18,14 @@ from baton.engine.config import SpeculativeConfig
 from baton.engine.config.speculative import MOST_AUTO_DRAFTS
 from baton.engine.request import Request
 from baton.engine.request_checks import make_request
-from baton.engine.speculation.adaptive import CHOOSE_EVERY, PROBE_EVERY, SEEDED_DRAFTS, AdaptiveDrafts
+from baton.engine.speculation.adaptive import (
+    CHOOSE_EVERY,
+    PROBE_EVERY,
+    SEEDED_DRAFTS,
+    AdaptiveDrafts,
+    draft_parts,
+)
+from baton.engine.speculation.cost_model import FewRows
 from baton.errors import ConfigError
 from baton.verify.observe import make_cases
 from baton.wire import SamplingParams
@@ -158,6 +165,37 @@ def test_invalid_adaptive_k_is_refused(fields: dict[str, str], text: str) -> Non
 def test_a_fixed_k_measures_nothing() -> None:
     with stepped(kv_cache_memory=8 << 20) as one:
         assert one.core.steps.adaptive is None
+
+
+def test_rows_that_cost_less_than_fewer_are_chosen() -> None:
+    """Kernels compute rows in groups: here three drafts cost less to verify than two."""
+    seconds = {1: 1.0, 2: 1.05, 3: 1.3, 4: 1.1, 5: 1.5, 6: 1.45, 7: 1.7, 8: 1.6}
+    chosen = {}
+    for knows in (True, False):
+        adaptive = AdaptiveDrafts(8)
+        if knows:
+            adaptive.few_rows.fit(seconds)
+        for rows, measured in seconds.items():
+            observed = measured / float(adaptive.few_rows.of(rows))
+            adaptive.target_cost.observe((1.0, rows, 1, 0, 0, 0, 0), observed)
+            adaptive.drafter_cost.observe(draft_parts(1, [rows]), 0.02 * rows)
+        for cost in (adaptive.target_cost, adaptive.drafter_cost):
+            cost.fit()
+        one: Any = RequestStub("one")
+        for _ in range(200):
+            for accepted in (0, 1, 1, 0, 1, 3, 1, 2):
+                adaptive.verified(one, 8, accepted)
+        chosen[knows] = adaptive.choose([one], [8]).tolist()
+    assert chosen == {True: [3], False: [2]}
+
+
+def test_what_few_rows_cost_over_a_line_says_nothing_of_more() -> None:
+    few = FewRows()
+    few.fit({1: 1.0, 2: 2.0})
+    assert few.of([1, 2, 4, 8, 9, 100]).tolist() == [1.0] * 6
+    few.fit({1: 1.0, 2: 4.0, 3: 3.0})
+    assert few.of([1, 2, 3]) == pytest.approx([1.0 / (5 / 3), 4.0 / (8 / 3), 3.0 / (11 / 3)])
+    assert few.of([4, 9, 100]).tolist() == [1.0] * 3
 
 
 def test_few_requests_are_probed_at_a_time_and_all_in_turn() -> None:

@@ -12,6 +12,7 @@ from baton.engine.loading.progress import show_loading
 from baton.models.base import CausalLM
 from baton.models.layers.parallel import SINGLE_RANK, TensorRank
 from baton.models.loading.config_json import read_config
+from baton.models.loading.huge_pages import use_huge_pages
 from baton.models.loading.loader import load_model
 from baton.structured import Grammars
 from baton.text import Tokenizer
@@ -55,6 +56,7 @@ def load_checkpoints(config: EngineConfig, progress: Callable[[str], None], rank
                 spec.options,
                 config.quantization,
             )
+    use_huge_pages((model, drafter))
     grammars = None
     if tokenizer.eos_token_ids and not config.skip_tokenizer_init:
         grammars = Grammars(tokenizer, model.vocab_size)

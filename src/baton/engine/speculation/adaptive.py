@@ -16,7 +16,7 @@ from baton.engine.planning import DraftRows
 from baton.engine.request import Request
 from baton.engine.scheduler import ScheduledRows
 from baton.engine.speculation.acceptance_rates import AcceptanceRates, Counts
-from baton.engine.speculation.cost_model import LinearCost
+from baton.engine.speculation.cost_model import FewRows, LinearCost
 from baton.engine.speculation.draft_choice import IntArray, RoundCosts, choose_drafts
 from baton.engine.speculation.probe import draft_probe, target_probe
 from baton.engine.speculation.trials import Trials
@@ -26,20 +26,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Every this many choices, one in this many requests gets one more draft, to detect rising acceptance.
+# Every this many choices, one in this many requests gets a draft if it has none, to detect rising acceptance.
 PROBE_EVERY, _PROBED_SHARE = 32, 8
 # In steps. Choosing and measuring take time.
 CHOOSE_EVERY, _MEASURE_EVERY, _FIRST_STEPS = 8, 3, 64
 _FIT_EVERY = 16
 # Rows beyond these numbers may cost more.
 _KNEES = (8, 24)
+# How often each few rows are measured at start, besides once to load kernels; fewer times after so many seconds.
+_FEW_TURNS, _FEW_S = 3, 0.5
 # A prefill leg never learns which drafts are accepted.
 SEEDED_DRAFTS = 3
 # (requests, rows of each, tokens before them), and (requests, drafts).
 _TARGET_PROBES = (
-    (1, 1, 0),
-    (1, 4, 0),
-    (1, 8, 0),
     (1, 1, 512),
     (8, 1, 0),
     (16, 1, 0),
@@ -66,6 +65,7 @@ class AdaptiveDrafts:
         self._own: WeakKeyDictionary[Request, Counts] = WeakKeyDictionary()
         self.target_cost = LinearCost((1.0, 16.0, 8.0, 4096.0, 16384.0, *[16.0] * len(_KNEES)))
         self.drafter_cost = LinearCost((1.0, 16.0, 1.0, 4.0, 16.0))
+        self.few_rows = FewRows()
         self._num_choices = self._num_steps = 0
         self._trials = Trials()
         self._num_accepted = 0  # in this step
@@ -85,6 +85,7 @@ class AdaptiveDrafts:
             self._trials.computed(len(scheduled), self._num_accepted, self._draft_s + seconds)
         self._num_accepted, self._draft_s = 0, 0.0
         if self._measures and decodes:
+            seconds /= float(self.few_rows.of(sum(rows.num_rows for rows in scheduled)))
             self._observe(self.target_cost, _parts([(rows.num_rows, rows.start) for rows in scheduled]), seconds)
 
     def drafted(self, draft_rows: Sequence[DraftRows], seconds: float) -> None:
@@ -117,7 +118,8 @@ class AdaptiveDrafts:
             counts = np.array(chosen, dtype=np.int64)
         if self._num_choices % PROBE_EVERY == 0:
             first, count = self._num_choices // PROBE_EVERY, -(-len(counts) // _PROBED_SHARE)
-            counts[(first * count + np.arange(count)) % len(counts)] += 1
+            probed = (first * count + np.arange(count)) % len(counts)
+            counts[probed] = np.maximum(counts[probed], 1)
         return np.minimum(counts, bounds)
 
     def _best(self, requests: Sequence[Request], bounds: IntArray) -> IntArray:
@@ -127,14 +129,19 @@ class AdaptiveDrafts:
     def _costs(self, contexts: IntArray) -> RoundCosts:
         _, row, _, _, row_context, *beyond = self.target_cost.each()
         _, _, start, depth, draft = self.drafter_cost.each()
-        base = self.target_cost.seconds(_parts([(1, c) for c in contexts.tolist()]))
+        target = self.target_cost.seconds(_parts([(1, c) for c in contexts.tolist()]))
         entries, steps = self.drafter_cost.seconds(draft_parts(len(contexts), [0])), self._steps_per_pass
         waiting = self.drafter_cost.seconds(draft_parts(steps * len(contexts), [0])) / steps
-        base, start = base + waiting, start + entries - waiting
+        base, start = target + waiting, start + entries - waiting
         each = np.maximum(row + row_context * contexts + draft, 1e-12)
-        rows = len(contexts) + np.arange(1 + len(contexts) * self._max_drafts)
+        drafts = np.arange(1 + len(contexts) * self._max_drafts)
+        rows = len(contexts) + drafts
         more = sum(cost * np.maximum(rows - knee, 0) for cost, knee in zip(beyond, _KNEES, strict=True))
-        return RoundCosts(base or 1.0, float(start), each, float(depth), more - more[0])
+        more = more - more[0]
+        line = target + more + drafts * float(np.mean(row + row_context * contexts))
+        verified = line * (self.few_rows.of(rows) - 1)
+        more, base = more + verified - verified[0], base + verified[0]
+        return RoundCosts(base or 1.0, float(start), each, float(depth), more)
 
     def measure(
         self,
@@ -148,6 +155,7 @@ class AdaptiveDrafts:
         started = now()
         slots = (len(pages[name]) for name in (*spec.state_groups, *spec.draft_state_groups))
         most_requests = min((most_requests, *slots))
+        self._measure_few_rows(executor, pages, min(most_rows, most_tokens))
         for repeated in range(2):  # the first time, kernels are loaded
             for requests, rows, context in _TARGET_PROBES:
                 if requests > most_requests or requests * rows > most_rows or context + rows > most_tokens:
@@ -172,6 +180,24 @@ class AdaptiveDrafts:
             for _ in range(4):  # each fit stays close to the last
                 cost.fit()
         log.info("measured the costs of drafts in %.2f s", now() - started)
+
+    def _measure_few_rows(self, executor: Executor, pages: Mapping[str, npt.NDArray[np.int32]], most: int) -> None:
+        """In turns, and the shortest times count: something may have disturbed the others."""
+        found: dict[int, float] = {}
+        now, started = self.timer, self.timer()
+        for turn in range(1 + _FEW_TURNS):
+            for rows in range(1, min(most + 1, FewRows.NUM)):
+                plan = target_probe(executor.spec, pages, 1, rows)
+                began = now()
+                executor.execute(plan)
+                seconds = now() - began
+                if turn:
+                    found[rows] = min(seconds, found.get(rows, seconds))
+            if turn and now() - started > _FEW_S:
+                break
+        self.few_rows.fit(found)
+        for rows, seconds in found.items():
+            self.target_cost.observe(_parts([(rows, 0)]), seconds / float(self.few_rows.of(rows)))
 
 
 def limit_drafts(chooser: DraftCounts, draft_rows: Sequence[DraftRows]) -> list[DraftRows]:

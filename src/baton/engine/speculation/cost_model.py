@@ -7,7 +7,7 @@ coefficients of at least 0; one that recent forwards do not determine keeps its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -57,3 +57,28 @@ class LinearCost:
 
     def seconds(self, parts: Sequence[float]) -> float:
         return float(np.array(parts) @ self.each())
+
+
+class FewRows:
+    """Factors on the linear model's seconds for a target forward of a few rows.
+
+    Kernels compute rows in groups, so four may cost less than three. `NUM` rows and more have the factor 1.
+    """
+
+    NUM = 9
+
+    def __init__(self) -> None:
+        self.factors: FloatArray = np.ones(self.NUM)
+
+    def fit(self, seconds: Mapping[int, float]) -> None:
+        """`seconds`: of a forward, by its number of rows, below `NUM`. Fewer than three say nothing about a line."""
+        if len(seconds) < 3 or min(seconds.values()) <= 0:
+            return
+        rows, measured = np.array(list(seconds)), np.array(list(seconds.values()))
+        slope, base = np.polyfit(rows, measured, 1)
+        self.factors[rows] = measured / (base + slope * rows)
+
+    def of(self, num_rows: npt.ArrayLike) -> FloatArray:
+        """One for each number."""
+        rows = np.asarray(num_rows)
+        return np.where(rows < self.NUM, self.factors[np.minimum(rows, self.NUM - 1)], 1.0)

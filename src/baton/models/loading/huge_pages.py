@@ -1,0 +1,70 @@
+"""Packed weights in huge pages (Linux).
+
+A step of few rows reads every weight once. With pages of 4 KiB the CPU walks the page table for each, and where these
+lie is chance: without huge pages two engines of one model and process differ by a sixth. SmolLM2 on an AMD EPYC, one
+thread: 8.2 instead of 9.2 ms for one row, 9.3 instead of 12.0 for four.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from torch import nn
+
+from baton.models.layers.linear import Linear
+
+log = logging.getLogger(__name__)
+_SIZE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
+_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
+# Weights that the caches may hold gain little.
+LEAST_BYTES = 32 << 20
+# CPU time. A page takes about a millisecond; the kernel does the rest later, little by little.
+_MOST_S = 1.0
+Advise = Callable[[int, int, int], int]
+
+
+def use_huge_pages(modules: Iterable[object], least_bytes: int = LEAST_BYTES) -> None:
+    """Move the packed weights of these modules into huge pages, as far as the system has them. Changes no byte."""
+    linears = {
+        layer
+        for module in modules
+        if isinstance(module, nn.Module)
+        for layer in module.modules()
+        if isinstance(layer, Linear)
+    }
+    ranges = sorted(found for layer in linears if (found := _place_of(layer)) is not None)
+    if sys.platform != "linux" or not _SIZE_FILE.exists() or sum(size for _, size in ranges) < least_bytes:
+        return
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    pages = pages_of(ranges, int(_SIZE_FILE.read_text()))
+    num_moved = collapse(pages, int(_SIZE_FILE.read_text()), advise)
+    log.debug("%d of %d huge pages for weights", num_moved, len(pages))
+
+
+def _place_of(layer: Linear) -> tuple[int, int] | None:
+    """The address of the packed weight, and its bytes: one for each number of int8, which has scales, else two."""
+    found = layer.in_place()
+    return None if found is None else (found[0], layer.in_features * layer.out_features * (1 if found[1] else 2))
+
+
+def pages_of(ranges: Iterable[tuple[int, int]], size: int) -> list[int]:
+    """The numbers of the pages of `size` bytes that hold a byte of (address, bytes), ascending."""
+    return sorted({page for start, count in ranges for page in range(start // size, -(-(start + count) // size))})
+
+
+def collapse(pages: Sequence[int], size: int, advise: Advise, clock: Callable[[], float] = time.thread_time) -> int:
+    """Returns how many pages were moved at once. Those that fail, also for lack of memory, stay as they are."""
+    started, num_moved = clock(), 0
+    for page in pages:
+        advise(page * size, size, _MADV_HUGEPAGE)
+    for page in pages:
+        if clock() - started > _MOST_S:
+            break
+        num_moved += advise(page * size, size, _MADV_COLLAPSE) == 0
+    return num_moved

@@ -1,0 +1,58 @@
+"""Weights are moved into huge pages, and stay what they are."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.models.layers.linear import Build, Linear
+from baton.models.loading.huge_pages import collapse, pages_of, use_huge_pages
+
+
+def test_each_page_that_holds_a_weight_is_moved_once() -> None:
+    assert pages_of([(5, 10), (14, 2), (40, 20)], 10) == [0, 1, 4, 5]
+    calls: list[tuple[int, int, int]] = []
+
+    def advise(address: int, size: int, what: int) -> int:
+        calls.append((address, size, what))
+        return -1 if address == 10 else 0
+
+    assert collapse([0, 1, 4], 10, advise) == 2, "one has failed"
+    assert calls == [(page * 10, 10, what) for what in (14, 25) for page in (0, 1, 4)]
+
+
+def test_start_up_waits_for_some_pages_only() -> None:
+    seconds = iter([0.0, 0.0, 0.9, 1.1])
+    moved: list[int] = []
+
+    def advise(address: int, size: int, what: int) -> int:
+        moved.append(what)
+        return 0
+
+    collapse([1, 2, 3, 4], 10, advise, lambda: next(seconds))
+    assert moved == [14] * 4 + [25] * 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="huge pages of Linux")
+def test_a_packed_weight_is_in_huge_pages() -> None:
+    def num_huge() -> int:
+        found = re.search(r"AnonHugePages: +(\d+) kB", Path("/proc/self/smaps_rollup").read_text())
+        return int(found[1]) if found else 0
+
+    layer = Linear(1024, 4096, Build(torch.bfloat16, torch.device("cpu")))
+    assert layer.weight is not None
+    layer.weight.copy_(torch.randn(4096, 1024))
+    rows = torch.randn(3, 1024, dtype=torch.bfloat16)
+    layer.pack()
+    expected, before = layer(rows), num_huge()
+    use_huge_pages([layer, None])
+    assert num_huge() == before, "few bytes stay in the caches"
+    use_huge_pages([layer, None], least_bytes=1)
+    assert torch.equal(layer(rows), expected)
+    if layer.in_place() is None or num_huge() == before:
+        pytest.skip("no packed weights, or no huge pages, on this machine")
+    assert num_huge() - before >= 4 * 1024
