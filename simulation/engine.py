@@ -14,7 +14,7 @@ import msgspec
 
 from baton.engine.core import EngineCore
 from baton.engine.legs.handoff_legs import HandoffLegs
-from baton.engine.legs.layer_stream import LayerStream
+from baton.engine.legs.layer_stream import LayerStream, StreamLimits
 from baton.engine.legs.leg import LegSettings
 from baton.engine.mailbox import Mailbox
 from baton.engine.metrics import EngineMetrics
@@ -99,7 +99,7 @@ class Engine:
         if settings.by_layer:
             whole = [memory.spec for memory in process.memories]
             few = random.choice((1, 1, 200))
-            layers = LayerStream(self.agent, self.cache, whole, len(process.ranks) > 1, few)
+            layers = LayerStream(self.agent, self.cache, whole, len(process.ranks) > 1, StreamLimits(few, 0))
         self.legs = HandoffLegs(
             self.agent,
             self.scheduler,

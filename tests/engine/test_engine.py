@@ -71,7 +71,7 @@ def test_first_tokens_are_sent_before_the_drafter_runs() -> None:
         steps = engine_of(llm).core.steps
         emit, executor = steps.emit, steps.executor
         steps.emit = lambda chunk, last: (order.append(chunk.position), emit(chunk, last))
-        steps.before_drafts = lambda: order.append("gives way")
+        steps.after_first = lambda: order.append("gives way")
         steps.executor = _NotingDrafts(executor, order)
         llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True))
         steps.executor = executor

@@ -23,6 +23,7 @@ from baton.errors import ProtocolError, TransportError
 from baton.kv.geometry import CopyList
 from baton.testing.transport_peer import SpawnedPeer
 from baton.transports.mapped import mover
+from baton.transports.mapped.memory_transport import DIRECT_BYTES
 from baton.transports.mapped.populate import PIECE_BYTES, populate
 from baton.transports.mapped.segments import SHM_DIR, remove_stale_segments
 from baton.transports.mapped.shm import ShmTransport
@@ -400,10 +401,10 @@ def test_a_cancel_waits_for_no_copy_of_another_peer(transport: ShmTransport, mon
         return 0
 
     monkeypatch.setattr(mover, "copy_runs", stuck)
-    pool = transport.allocate("pool", 4096)
+    pool = transport.allocate("pool", 2 * DIRECT_BYTES)
     descriptor = transport.register([pool])
     one, two = (transport.connect(descriptor).result(30) for _ in range(2))
-    run = CopyList(0, 0, *[np.array([8], dtype=np.int64)] * 3)
+    run = CopyList(0, 0, *[np.array([DIRECT_BYTES - 1], dtype=np.int64)] * 2, np.array([DIRECT_BYTES + 1]))
     try:
         moving, queued, behind = (transport.submit(peer, "write", run) for peer in (one, two, two))
         assert begun.wait(30)

@@ -63,8 +63,8 @@ def _cache_config(config: EngineConfig, num_tokens: int) -> dict[str, str]:
 
 
 def _let_the_loop_send() -> None:
-    """Let the event loop send first tokens. Otherwise it waits up to 1.4 ms for the GIL: each drafter kernel ends
-    before the waiting thread has woken up.
+    """Let the event loop send first tokens. Otherwise it waits up to 1.4 ms for the GIL: the next step is planned, or
+    each drafter kernel ends before the waiting thread has woken up.
     """
     time.sleep(_YIELD_S)
 
@@ -76,7 +76,7 @@ class AsyncEngine:
         self._streams: dict[str, _Stream] = {}
         self._queue = AdmissionLimit(config.max_queued_requests)
         self._engine = build_engine(config, self._emit, progress)
-        self._engine.core.steps.before_drafts = _let_the_loop_send
+        self._engine.core.steps.after_first = _let_the_loop_send
         self._cache_config = _cache_config(config, self._engine.info.kv_tokens)
         progress("running a first request")
         self._warm_up()

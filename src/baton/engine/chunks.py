@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from baton.clock import Clock
 from baton.engine.request import Request
 from baton.handoff.protocol.messages import Seeds
@@ -20,7 +22,7 @@ def step_chunk(
 ) -> TokenChunk:
     """`token_ids` are already appended to the request. `drafts`: (proposed, accepted), or empty."""
     position = request.num_output - len(token_ids)
-    return TokenChunk(
+    chunk = TokenChunk(
         request_id=request.request_id,
         token_ids=token_ids,
         position=position,
@@ -34,6 +36,8 @@ def step_chunk(
         timings=_timings(request, clock),
         prompt_logprobs=(request.prompt_logprobs or None) if position == 0 else None,
     )
+    seed, request.seed = request.seed, None
+    return chunk if seed is None else _with_seed(seed, chunk)
 
 
 def seed_chunk(
@@ -49,6 +53,14 @@ def seed_chunk(
         stop_reason=stop_reason,
         num_cached_tokens=request.num_cached,
         timings=_timings(request, clock),
+    )
+
+
+def _with_seed(seed: TokenChunk, chunk: TokenChunk) -> TokenChunk:
+    """The first step's chunk with the first token too: a message for it would delay that step on a shared host."""
+    logprobs = None if chunk.logprobs is None else [*(seed.logprobs or ()), *chunk.logprobs]
+    return msgspec.structs.replace(
+        chunk, token_ids=seed.token_ids + chunk.token_ids, position=0, logprobs=logprobs, timings=seed.timings
     )
 
 

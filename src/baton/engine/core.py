@@ -298,7 +298,7 @@ class EngineCore:
         """The first step verifies the received drafts."""
         request.num_computed = request.prefill_len
         if request.num_output == 0:
-            self.emit(seed_chunk(request, seeds, None, None, self.clock), False)
+            request.seed = seed_chunk(request, seeds, None, None, self.clock)
             request.token_ids.append(seeds.first_token)
             request.sampler.advance([seeds.first_token])
         self._seed_drafter(request, seeds)

@@ -16,7 +16,7 @@ from baton.kv.block_tables import BlockTables
 from baton.kv.prefix import salted_root
 from baton.sampling_params import SamplingParams
 from baton.structured import Allowed, Matcher
-from baton.wire import FinishReason, GenerateRequest, TokenLogprobs
+from baton.wire import FinishReason, GenerateRequest, TokenChunk, TokenLogprobs
 
 if TYPE_CHECKING:
     from baton.handoff.protocol.ticket import SignedTicket
@@ -80,6 +80,7 @@ class Request:
         self.prompt_logprobs: list[TokenLogprobs | None] = [None] * (self.num_prompt if scores else 0)
         self.first_logprobs: TokenLogprobs | None = None
         self.finish_reason: FinishReason | None = None
+        self.seed: TokenChunk | None = None  # a handoff's first token, until the first step
 
         # Life in this engine.
         self._status = RequestStatus.WAITING
@@ -170,6 +171,10 @@ class Request:
     def _allowed(self, draft_ids: list[int]) -> Allowed | None:
         grammar = self.matcher.allowed(self.output_ids, draft_ids) if self.matcher is not None else None
         return self.sampler.allowed(draft_ids, grammar)
+
+    def is_first_step(self, drafts: bool) -> bool:
+        """Whether its next tokens are the first here. P's only if it `drafts` then: D waits for P."""
+        return self.times.committed_at is not None or (drafts and self.num_output == 0)
 
     @property
     def is_prefilling(self) -> bool:

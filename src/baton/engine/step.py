@@ -75,7 +75,8 @@ class StepRunner:
         self.limits, self.emit, self.metrics, self.clock = limits, emit, metrics, clock
         self.adaptive: AdaptiveDrafts | None = None  # None: every request gets the maximum number of drafts
         self.deferred: DeferredRows | None = None  # None: the drafter computes every row at once
-        self.before_drafts: Callable[[], None] = lambda: None  # called if `emit` got a request's first token
+        # Called if `emit` got the first token of a request that is drafted for, or that a decode leg computed.
+        self.after_first: Callable[[], None] = lambda: None
         # A drafter that reads only tokens computes a prompt's missing entries later, in separate rows.
         self.drafts_from_tokens = {rules.module for rules in self.cache.rules.values()} - {0} == {None}
 
@@ -144,7 +145,7 @@ class StepRunner:
         """Returns the requests that fail. `began`: the forward's start, by the timer of `adaptive`."""
         failed: dict[Request, Exception] = _note_scores(scheduled, result.scores)
         choices = result.choices.tolist()
-        any_first = any(one.request.num_output == 0 for one in sampled)
+        any_first = any(one.request.is_first_step(self.executor.spec.drafts) for one in sampled)
         for one in sampled:
             if one.request in failed:
                 continue
@@ -155,8 +156,8 @@ class StepRunner:
                 failed[one.request] = error
         if self.adaptive is not None:
             self.adaptive.computed(scheduled, self.adaptive.timer() - began)
-        if any_first and self.executor.spec.drafts:
-            self.before_drafts()
+        if any_first:
+            self.after_first()
         self._end_without_tokens([rows for rows in scheduled if rows.request not in failed])
         return failed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from baton.sampling_params import SamplingParams
-from baton.wire import LegTimings
+from baton.wire import LegTimings, TokenChunk
 from testkit.engines import Mode, Stream, pair
 
 
@@ -36,3 +36,21 @@ def test_a_handoff_tells_when_its_bytes_came(tmp_path: Path) -> None:
 def _timings(stream: Stream) -> LegTimings:
     (told,) = [chunk.timings for chunk in stream.chunks if chunk.timings is not None]
     return told
+
+
+def test_a_decode_engine_gives_way_after_its_first_step_alone(tmp_path: Path) -> None:
+    """So that the loop sends its first tokens before the next step is planned. P goes on: D waits for it."""
+    order: list[object] = []
+    with pair(tmp_path, speculative_config=None) as two:
+        for side in (two.prefill, two.decode):
+            side.core.steps.after_first = lambda: order.append("gives way")
+        emit = two.decode.core.steps.emit
+
+        def noted(chunk: TokenChunk, last: bool) -> None:
+            order.append(chunk.position)
+            emit(chunk, last)
+
+        two.decode.core.steps.emit = noted
+        _, rest = two.legs("one", [1, 2, 3], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True), "push")
+        two.step_until(lambda: rest.ended)
+    assert order == [0, "gives way", 2, 3], "the first chunk has the first token too"

@@ -11,23 +11,25 @@ import pytest
 
 from baton.engine.config import EngineConfig
 from baton.engine.legs import layer_stream
-from baton.engine.legs.layer_stream import LayerStream
+from baton.engine.legs.layer_stream import LIMITS, LayerStream, StreamLimits
 from baton.engine.runner import ModelRunner, TargetOutput
 from baton.errors import BatonError, ConfigError
 from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.agent.leg_events import LegEvent
 from baton.handoff.protocol.events import Declared, LayersWithdrawn, LayersWritten
 from baton.handoff.protocol.messages import AttemptKey
+from baton.kernels.cpu.small_gemm import MAX_ROWS
 from testkit.engines import TARGET, Pair, Stepped, Stream, kv_of, pair, stepped
 from tests.engine.handoff.test_handoff_kinds import GREEDY, KINDS, SAMPLED, both_ways, prompt_of
 
 NUM_LAYERS = 4  # of the demo target
+LAYER_BYTES = 64 * 2 * 4 * 32 * 2  # of 64 tokens
 
 
 @pytest.fixture(autouse=True)
-def every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Report every layer, however few bytes it has."""
-    monkeypatch.setattr(layer_stream, "MIN_BYTES", 1)
+def every_layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Report every layer, however few bytes it has, and however few rows the forward."""
+    monkeypatch.setattr(layer_stream, "LIMITS", StreamLimits(getattr(request, "param", 1), 0))
 
 
 def copied(two: Pair, group: str = "target.full") -> int:
@@ -100,6 +102,25 @@ def test_layers_are_copied_while_later_ones_are_computed(tmp_path: Path, monkeyp
         handed_over(two, "one", prompt_of(64))
         assert seen == [seen[0] * (layer + 1) for layer in range(NUM_LAYERS)]
         assert copied(two) == seen[-1]
+
+
+@pytest.mark.parametrize("every_layer", [3 * LAYER_BYTES], indirect=True)
+def test_the_last_layers_are_copied_before_the_first_token_is_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However few bytes they have: D would wait for them."""
+    seen: list[int] = []
+    with pair(tmp_path) as two:
+
+        def do(layer_id: int, tell: Callable[[], None]) -> None:
+            tell()
+            if layer_id >= 2:
+                await_copies(two, seen[-1])
+            seen.append(copied(two))
+
+        in_forwards(two, monkeypatch, do)
+        handed_over(two, "in two parts", prompt_of(64))
+    assert seen == [0, 0, 3 * LAYER_BYTES, 4 * LAYER_BYTES]
 
 
 def test_a_layer_that_is_told_before_it_is_written_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,8 +225,9 @@ def test_off_declares_nothing_before_the_prompt_is_computed(
 
 
 def test_only_a_long_chunk_that_is_pushed_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No other forward gets a callback."""
-    monkeypatch.setattr(layer_stream, "MIN_BYTES", 1 << 16)
+    """No other forward gets a callback, which would keep few rows from running through all layers in one call."""
+    monkeypatch.setattr(layer_stream, "LIMITS", StreamLimits(1 << 16, LIMITS.few_rows))
+    assert LIMITS.few_rows == MAX_ROWS
     given: list[bool] = []
     forward = ModelRunner.forward
 
@@ -215,7 +237,8 @@ def test_only_a_long_chunk_that_is_pushed_is_told_of(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(ModelRunner, "forward", noted)
     with pair(tmp_path, kv_stream="layer") as two:
-        handed_over(two, "short", prompt_of(16))
+        for length in (16, 64):
+            handed_over(two, f"{length}", prompt_of(length))
         told, rest = two.legs("pulled", prompt_of(200), GREEDY, "pull")
         two.step_until(lambda: told.ended and rest.ended)
         assert not any(given)

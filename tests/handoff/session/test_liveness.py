@@ -15,7 +15,7 @@ from baton.handoff.protocol.events import (
     DecodeReleased,
     PrefillReleased,
 )
-from baton.handoff.protocol.messages import Cancel, Cancelled, Hello, Register, Renew
+from baton.handoff.protocol.messages import Ack, Cancel, Cancelled, Hello, Register, Renew
 from baton.handoff.session.base import Connection
 from baton.handoff.session.config import Timers
 from baton.kv.interval import Interval
@@ -62,6 +62,25 @@ def test_sessions_are_renewed_together(world: World) -> None:
     sessions = d.handoffs.sessions.servers.values()
     assert len(sessions) == 3
     assert len({session.renew_sent for session in sessions}) == 1
+
+
+def test_an_ack_lets_the_first_step_go_ahead(world: World) -> None:
+    """It waits its time, but not for the end of its engine."""
+    timers = replace(TIMERS, ack=3.5 * STEP)
+    p, d = Node(world, "P"), Node(world, "D", timers)
+    for number, closes in enumerate((False, True)):
+        ticket = world.begin(p, d, "push")
+        world.prefill(p, ticket)
+        while d.count(DecodeCommitted) == number:
+            world.run(STEP)
+        committed = world.clock.now
+        world.run(2 * STEP)
+        assert len(d.sent(Ack)) == number
+        if closes:
+            d.handoffs.abort_all()
+        world.run(1.0)
+        assert p.count(PrefillReleased) == number + 1
+        assert d.sent(Ack)[-1] - committed == pytest.approx((2 if closes else 4) * STEP)
 
 
 def test_a_session_that_nothing_needs_ends_and_another_begins_when_needed(world: World, mode: str) -> None:

@@ -1,10 +1,11 @@
-"""KV streaming by layer: the agent copies a prompt's written layers while later ones are computed. States, drafters'
-entries and chunks of less than two messages' bytes are sent after the step.
+"""KV streaming by layer: the agent copies a prompt's written layers while later ones are computed, the last ones during
+the last layer's MLP and the LM head. States, drafters' entries and short chunks are sent after the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from baton.engine.scheduler import ScheduledRows
 from baton.engine.step_plans import Written
@@ -13,7 +14,18 @@ from baton.handoff.agent.leg_events import Agent
 from baton.kv.cache import KVCache
 from baton.kv.spec import GroupSpec
 
-MIN_BYTES = 1 << 20
+# The agent's work for a report slows the forward, so a long chunk has few.
+_MOST_REPORTS = 8
+
+
+class StreamLimits(NamedTuple):
+    """`few_rows`: a forward of at most so many runs all layers in one call, which reports none."""
+
+    min_bytes: int
+    few_rows: int
+
+
+LIMITS = StreamLimits(min_bytes=1 << 20, few_rows=64)
 
 
 class LayerStream:
@@ -29,10 +41,10 @@ class LayerStream:
         cache: KVCache,
         groups: Sequence[GroupSpec],
         many_ranks: bool,
-        min_bytes: int | None = None,
+        limits: StreamLimits | None = None,
     ) -> None:
         self._agent, self._cache, self._behind = agent, cache, int(many_ranks)
-        self._min_bytes = MIN_BYTES if min_bytes is None else min_bytes
+        self._min_bytes, self._few_rows = limits or LIMITS
         self._groups_of: dict[int, list[tuple[str, int]]] = {}  # by layer: its groups, and bytes per token
         for group in groups:
             if group.owner == "target" and group.kind != "state":
@@ -42,36 +54,41 @@ class LayerStream:
         kept = [group for of_layer in self._groups_of.values() for group in of_layer]
         self._names = {name for name, _ in kept}
         self._token_bytes = sum(token_bytes for _, token_bytes in kept)
-        self._streamed: list[tuple[int, WrittenLayers]] = []  # with each prompt's number of rows
-        self._last = -1
+        # With each prompt's number of rows, and least bytes of a report.
+        self._streamed: list[tuple[int, int, WrittenLayers]] = []
+        self._last, self._last_layer = -1, max(self._groups_of, default=-1)
 
     def begin(self, scheduled: Sequence[ScheduledRows]) -> Written | None:
         """None if streaming gains nothing."""
         self._streamed, self._last = [], -1
+        if sum(rows.num_rows for rows in scheduled) <= self._few_rows:
+            return None
         for rows in scheduled:
             request = rows.request
             ticket = request.ticket
             if request.role != "prefill" or ticket is None or ticket.mode != "push" or not request.is_prefilling:
                 continue
-            if rows.num_rows * self._token_bytes < 2 * self._min_bytes:
+            num_bytes = rows.num_rows * self._token_bytes
+            if num_bytes < self._min_bytes:
                 continue
             n, computed = request.prefill_len, rows.start + rows.num_rows
             final = {name: self._cache.num_final(name, n, computed, 0) for name in self._names}
             pages = self._cache.offered(request.kv, n)
-            self._streamed.append((rows.num_rows, WrittenLayers(self._agent, ticket.key, n, pages, final)))
+            least = max(self._min_bytes, num_bytes // _MOST_REPORTS)
+            self._streamed.append((rows.num_rows, least, WrittenLayers(self._agent, ticket.key, n, pages, final)))
         return self._written if self._streamed else None
 
     def _written(self, layer_id: int) -> None:
         done, self._last = (self._last, layer_id) if self._behind else (layer_id, layer_id)
         if done not in self._groups_of:
             return
-        for num_rows, prompt in self._streamed:
+        for num_rows, least, prompt in self._streamed:
             for group, token_bytes in self._groups_of[done]:
                 prompt.add(group, num_rows * token_bytes)
-            if prompt.unreported >= self._min_bytes:
+            if prompt.unreported >= least or layer_id == self._last_layer:
                 prompt.report(done + 1)
 
     def withdraw(self) -> None:
-        for _, prompt in self._streamed:
+        for _, _, prompt in self._streamed:
             prompt.withdraw()
         self._streamed = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,7 +21,7 @@ from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.digests import Cell, Digester, share
 from baton.handoff.protocol.event_names import name_of
-from baton.handoff.protocol.messages import AttemptKey, AttemptMessage, Cancel, Cancelled, Commit, Hello
+from baton.handoff.protocol.messages import Ack, AttemptKey, AttemptMessage, Cancel, Cancelled, Commit, Hello
 from baton.handoff.session.base import Worker
 from baton.handoff.session.session import Session
 from baton.handoff.session.sessions import Sessions
@@ -61,6 +62,7 @@ class MachineRunner:
         if digester is not None and worker is not None:
             self._digesting = Digesting(digester, instance.own, worker, self.channel.wake)
         self._queue: deque[tuple[Attempt, ev.MachineEvent]] = deque()
+        self._acks: deque[tuple[float, Attempt, Ack]] = deque()  # with their times
         self._running = False
 
     def live(self) -> list[Attempt]:
@@ -139,6 +141,13 @@ class MachineRunner:
                 attempt.next_tick = now + attempt.gap
                 self.feed(attempt, ev.Tick())
 
+    def send_acks(self, now: float) -> float:
+        """Send those that are due. Returns when the next one is."""
+        while self._acks and self._acks[0][0] <= now:
+            _, attempt, message = self._acks.popleft()
+            self._transmit(attempt, message)
+        return self._acks[0][0] if self._acks else math.inf
+
     def _rewind(self, attempt: Attempt) -> None:
         """Restart the retry intervals, after a message was sent."""
         session = self.session(attempt)
@@ -167,6 +176,12 @@ class MachineRunner:
                 self.counters.count(name, by)
 
     def _send(self, attempt: Attempt, message: AttemptMessage) -> None:
+        if isinstance(message, Ack):
+            self._acks.append((self.clock.monotonic() + self._timers.ack, attempt, message))
+        else:
+            self._transmit(attempt, message)
+
+    def _transmit(self, attempt: Attempt, message: AttemptMessage) -> None:
         session = self.session(attempt)
         if session is None or not (
             session.ready or (session.hello is not None and isinstance(message, Cancel | Cancelled))

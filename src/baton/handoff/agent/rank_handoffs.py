@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 
 from baton.handoff.agent.attempts import DecodeAttempt
@@ -108,6 +109,7 @@ class RankHandoffs(Agent):
             self.runner.feed(attempt, ev.Placed(event.wanted, event.pages))
 
     def abort_all(self) -> None:
+        self.runner.send_acks(math.inf)
         for attempt in self.runner.live():
             self.runner.feed(attempt, ev.Abort("engine_closed", "the engine is closing"))
 
@@ -127,13 +129,14 @@ class RankHandoffs(Agent):
         if now >= self._checked + timers.check:
             self._checked = now
             self._check(now)
+        next_ack = self.runner.send_acks(now)
         self.runner.tick(now)
         self.sessions.repeat_hello(now)
         self.sessions.renew(now)
         live = self.runner.live()
         if not live and not self.routing.registrations.holding:
-            return min(self.sessions.until_renew(now), timers.renew, timers.retry)
-        due = min([self._checked + timers.check, *(attempt.next_tick for attempt in live)])
+            return max(0.0, min(self.sessions.until_renew(now), timers.renew, timers.retry, next_ack - now))
+        due = min([self._checked + timers.check, next_ack, *(attempt.next_tick for attempt in live)])
         return max(0.0, due - now)
 
     def _check(self, now: float) -> None:

@@ -26,6 +26,8 @@ class Timers:
     retry: float = 1.0
     retry_min: float = 0.05
     round_trips: float = 8.0
+    # P's and the router's work for an ACK would delay D's first step on a shared host, so it waits for about one.
+    ack: float = 0.01
     check: float = 0.1  # between checks of deadlines, leases and whether peers live
     renew: float = 1.0  # between two RENEWs
     # A peer that is silent for its announced lease is evicted.

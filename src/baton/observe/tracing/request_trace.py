@@ -99,7 +99,9 @@ class RequestTrace:
             leg.verified = True
             # vLLM reports verifications at the end; the first one produced the second tokens.
             late = chunk.finish_reason is not None and leg.second is not None
-            span = self._child("baton.first_verification", leg.first or now, leg.span, _engine(leg))
+            span = self._child(
+                "baton.first_verification", _decodes_since(leg, leg.first or now), leg.span, _engine(leg)
+            )
             drafted = chunk.drafted[0] if chunk.drafted else 0
             span.attributes = {"baton.drafts": drafted, "baton.accepted": chunk.accepted[0]}
             self._export(span, leg.second if late and leg.second is not None else now)
@@ -110,7 +112,7 @@ class RequestTrace:
         now = self._now()
         leg.span.error = leg.span.error or error
         if leg.first is not None and (leg.role == "decode" or leg.alone):
-            span = self._child("baton.decode", leg.first, leg.span, _engine(leg))
+            span = self._child("baton.decode", _decodes_since(leg, leg.first), leg.span, _engine(leg))
             span.error = leg.span.error
             self._export(span, now)
         self._export(leg.span, now)
@@ -220,6 +222,12 @@ class RequestTrace:
     def _ns(self, at: float) -> int:
         """Monotonic seconds as nanoseconds since 1970, by the clock read at the request's arrival."""
         return int((self.timeline.began_at + at - self.timeline.began) * _NS)
+
+
+def _decodes_since(leg: LegTrace, arrived: float) -> float:
+    """Decoding begins with the commit, if D told when that was. `arrived`: D's first tokens."""
+    told = leg.timings
+    return arrived if told is None or told.committed is None else min(leg.began + told.committed, arrived)
 
 
 def _engine(leg: LegTrace) -> str:

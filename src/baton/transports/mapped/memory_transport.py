@@ -20,7 +20,11 @@ from baton.transports.base import (
     future_of,
     source_and_dest,
 )
-from baton.transports.mapped.mover import Mover
+from baton.transports.mapped.mover import Mover, copy_now
+
+# Copied by the thread that submits them: about the time in which another one wakes and the first learns of the end.
+# The last copy of a prompt is one, and the decode engine's first step waits for it.
+DIRECT_BYTES = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +113,8 @@ class MemoryTransport:
             operation = Operation(tag)
             peer.operations = [op for op in peer.operations if op.poll() == "pending"]
             peer.operations.append(operation)
-            self._mover.submit(sources[copies.source_region], dests[copies.dest_region], copies, operation)
+            move = copy_now if copies.total <= DIRECT_BYTES else self._mover.submit
+            move(sources[copies.source_region], dests[copies.dest_region], copies, operation)
         return operation
 
     def cancel(self, operation: Operation) -> None:

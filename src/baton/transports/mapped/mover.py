@@ -11,6 +11,19 @@ from baton.transports.base import ByteArray, Operation
 from baton.transports.copying import copy_runs
 
 
+def copy_now(source: ByteArray, dest: ByteArray, copies: CopyList, operation: Operation) -> None:
+    """`operation` ends when the list is copied, or as failed if its flag stopped it."""
+    if not operation.start():
+        return  # withdrawn while queued
+    try:
+        ended = copy_runs(source, dest, copies, operation.flags)
+    except Exception as error:  # otherwise the operation would never end
+        operation.end(f"copy failed: {error}")
+        return
+    # Ending the operation takes a lock: whoever sees `done`, in this process or by a message from it, sees the bytes.
+    operation.end(None if ended == len(copies) else f"cancelled after {ended} of {len(copies)} runs")
+
+
 class Mover:
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -22,21 +35,8 @@ class Mover:
             job()
 
     def submit(self, source: ByteArray, dest: ByteArray, copies: CopyList, operation: Operation) -> None:
-        """`operation` ends when the list is copied, or as failed if its flag stopped it."""
-
-        def job() -> None:
-            if not operation.start():
-                return  # withdrawn while queued
-            try:
-                ended = copy_runs(source, dest, copies, operation.flags)
-            except Exception as error:  # otherwise the operation would never end
-                operation.end(f"copy failed: {error}")
-                return
-            # Ending the operation takes a lock: whoever sees `done`, in this process or by a message from it, sees the
-            # bytes.
-            operation.end(None if ended == len(copies) else f"cancelled after {ended} of {len(copies)} runs")
-
-        self._jobs.put(job)
+        """As `copy_now`, on this thread."""
+        self._jobs.put(lambda: copy_now(source, dest, copies, operation))
 
     def post(self, job: Callable[[], object]) -> None:
         """`job` must not raise. Runs after the queued jobs."""
