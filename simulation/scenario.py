@@ -207,7 +207,7 @@ def _left(cluster: Cluster) -> list[str]:
         copies = sum(len(each.operations) for each in handoffs)
         if live or copies:
             out.append(f"{name} has attempts {live} and {copies} copies")
-        if any(rank.channel.unread for rank in process.ranks):
+        if any(rank.channel.may_begin for rank in process.ranks):
             # A process that was paused until now may begin something with these messages.
             out.append(f"{name} has messages to take in")
         if any(each.routing.registrations.holding for each in handoffs):

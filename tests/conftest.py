@@ -61,9 +61,11 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """The event loop of routers; where much depends on it, asyncio's own too, which engines have."""
+    """The event loop of routers; where much depends on it, asyncio's own too, which engines and `baton bench` have."""
     from baton.event_loop import new_event_loop
 
+    if "tests/bench" in item.path.as_posix():
+        return {"asyncio": asyncio.new_event_loop}
     marker = item.get_closest_marker("asyncio")
     chooses = marker is not None and "loop_factories" in marker.kwargs
     both = chooses or "openai/http" in item.path.as_posix()

@@ -11,6 +11,8 @@ from typing import Any
 from unittest import mock
 
 from baton.engine.config import SpeculativeConfig
+from baton.engine.executor import LocalExecutor
+from baton.engine.ranks.rank_executor import RankExecutor
 from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.plan.topology import RankGeometry
 from baton.kv.interval import Interval
@@ -261,6 +263,13 @@ class _Wanted:
         agent, self._num_bytes = engine.core.legs.agent, 0
         assert isinstance(agent, InstanceAgent)
         held = {name: entry_bytes(ranks) for name, ranks in agent.instance.groups.items()}
+        if all(len(ranks) == 1 for ranks in agent.instance.groups.values()):
+            # By the memory itself, so that a wrong geometry shows.
+            executor = engine.core.executor
+            local = executor.local if isinstance(executor, RankExecutor) else executor
+            assert isinstance(local, LocalExecutor)
+            specs = {name: memory.spec for name, memory in local.runner.kv.items()}
+            held = {name: spec.num_layers * sum(p.token_bytes for p in spec.planes) for name, spec in specs.items()}
         original = agent.open_decode
 
         def open_decode(ticket: Any, prompt_len: int, wanted: dict[str, Interval], pages: dict[str, list[int]]) -> None:

@@ -133,6 +133,9 @@ class Network:
             dealer.channel.answered(dealer, parts)
 
 
+_RENEW = b"RENEW"  # the tag of its frames
+
+
 class SimChannel(Channel):
     """The real channel, with its sessions, seals and sequence numbers, over modelled sockets.
 
@@ -188,6 +191,12 @@ class SimChannel(Channel):
     def unread(self) -> bool:
         poller: Any = self._poller
         return bool(poller.readable)
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether an unread message may begin something: all but RENEW, of which a slow rank always has one."""
+        poller: Any = self._poller
+        return any(not any(_RENEW in part for part in parts) for parts in poller.unread())
 
     def accept(self, dealer: SimSocket, parts: Parts) -> None:
         """A message arrives at the listening socket. ZeroMQ keeps those of a connection that it cannot accept yet."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 from collections import deque
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -99,3 +100,8 @@ class SimPoller:
     @property
     def readable(self) -> bool:
         return any(sock.inbox for sock in self._sockets)
+
+    def unread(self) -> Iterator[Parts]:
+        for sock in self._sockets:
+            for _, parts in sock.inbox:
+                yield parts

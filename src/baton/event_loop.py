@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -13,7 +14,14 @@ try:
 except ImportError:  # not built for this platform
     new_event_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
 else:
-    new_event_loop = uvloop.new_event_loop
+
+    class _Loop(uvloop.Loop):
+        """uvloop's own clock has milliseconds and stands still during an iteration: too coarse for times of moves."""
+
+        def time(self) -> float:
+            return time.monotonic()
+
+    new_event_loop = _Loop
 
 T = TypeVar("T")
 

@@ -282,14 +282,15 @@ def test_a_broken_engine_shows(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    prompts = PROMPTS[10::4]
-    expected = trial.expect(prompts)
+    # A decode engine that registers late gets the last state by chance, so there are several tries.
+    tries = [PROMPTS[first::4] for first in range(10, 14 if handed_over else 11)]
+    expected = [trial.expect(prompts) for prompts in tries]
     settings = trial.settings("guesses", max_num_batched_tokens=16)
     breaks(monkeypatch)
     if handed_over:
         with pair(tmp_path, **settings) as two:
-            streams = both_legs(two, prompts, "push")
+            found = [both_legs(two, prompts, "push") for prompts in tries]
     else:
         with stepped(**settings) as one:
-            streams = one.all_of(prompts, GREEDY)
-    assert [stream.token_ids for stream in streams] != expected
+            found = [one.all_of(prompts, GREEDY) for prompts in tries]
+    assert [[stream.token_ids for stream in streams] for streams in found] != expected
