@@ -174,7 +174,14 @@ class Engine:
         self.workers = [Worker(each, groups, model) for each in configs]
         self._start(monkeypatch)
         self.scheduler: Any = BatonConnector(configs[0], KVConnectorRole.SCHEDULER, groups)
-        pool = SimpleNamespace(blocks=[], touch=lambda blocks: None, free_blocks=lambda blocks: None)
+        pool = SimpleNamespace(
+            blocks=[],
+            touch=lambda blocks: None,
+            free_blocks=lambda blocks: None,
+            # Too few blocks for legs that P has not admitted.
+            num_gpu_blocks=1,
+            get_num_free_blocks=lambda: 0,
+        )
         self.scheduler.bind_gpu_block_pool(pool)
         handshakes = {(0, rank): worker.connector.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
         self.scheduler.set_xfer_handshake_metadata_pp_aware(handshakes)
