@@ -166,7 +166,7 @@ def _build(
         identity = _agent_config(config, incarnation, facts, ticket_key, keys)
         agents, instance = _agents(config, identity, computing, transports, mailbox, undo)
         layers = None
-        if config.stream_of_kv == "layer":
+        if config.kv_stream == "layer":
             layers = LayerStream(instance, cache, computing.whole, config.num_ranks > 1)
         legs = _legs(config, instance, layers, scheduler, loaded, limits, transports[0])
     core = EngineCore(
@@ -317,7 +317,7 @@ def _legs(
         recovery=config.recovery,
         handoff_timeout_s=config.kv_transfer_config.handoff_timeout_s,
         drafter_state_bytes=(num_modules(loaded.drafter) - 1) * loaded.model.hidden_size * 4,
-        kv_stream=config.stream_of_kv,
+        kv_stream=config.kv_stream,
         integrity=_integrity(config),
     )
     alter_seeds = getattr(transport, "alter_seeds", None)

@@ -17,7 +17,7 @@ from baton.handoff.session.keys import check_bind, ticket_key_file
 from baton.sampling_params import SamplingDefaults
 from baton.setting import check_settings
 from baton.transports.registry import check_device, parse_uri, require_keys
-from baton.wire import KVStream, Role
+from baton.wire import Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +135,6 @@ class EngineConfig(ServingSettings):
         """
         spec = self.speculative_config
         return self.num_drafts + (spec is not None and spec.method == "dflash")
-
-    @property
-    def stream_of_kv(self) -> KVStream:
-        if self.kv_stream == "auto":
-            return "layer" if self.device == "cpu" else "chunk"
-        return self.kv_stream
 
     @property
     def ticket_key_path(self) -> Path | None:

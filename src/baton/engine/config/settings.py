@@ -19,9 +19,7 @@ from baton.wire import Integrity, KVStream, Recovery
 
 IntegritySetting = Literal["auto", "off", "sampled", "full"]
 INTEGRITY = get_args(IntegritySetting)
-KVStreamSetting = Literal["auto", "off", "chunk", "layer"]
 assert ("auto", *get_args(Integrity)) == INTEGRITY
-assert ("auto", *get_args(KVStream)) == get_args(KVStreamSetting)
 DTYPES = ("auto", "float32", "float", "bfloat16", "float16", "half")
 QUANTIZATIONS = ("int8",)
 RANKS = (1, 2, 4, 8)
@@ -104,9 +102,7 @@ class StepSettings:
         int | None, Setting("With --batch-invariant: engines of equal number compute alike; default: ranks.")
     ] = None
     integrity: Annotated[IntegritySetting, Setting("Digests of bytes: auto, off, sampled or full.")] = "auto"
-    kv_stream: Annotated[
-        KVStreamSetting, Setting("Push after the prefill, by chunk of it, or by layer; auto: by layer on CPUs.")
-    ] = "auto"
+    kv_stream: Annotated[KVStream, Setting("Push after the prefill, by chunk of it, or by layer.")] = "chunk"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -222,7 +222,8 @@ def test_one_trace_has_the_spans_of_the_router_and_of_both_servers(
     assert {"baton.queue", "baton.prefill", "baton.handoff", "baton.first_verification", "baton.decode"} <= set(spans)
     moved = spans["baton.handoff_transfer"]
     assert moved.parent_span_id == spans["baton.decode_leg"].span_id
-    assert [event.name for event in moved.events] == list(MARKS)
+    # It registered at once, without waiting for P's admission.
+    assert [event.name for event in moved.events] == [name for name in MARKS if name != "admitted"]
     times = [event.time_unix_nano for event in moved.events]
     assert times == sorted(times)
     assert attributes(moved)["baton.handoff.bytes"] > 0
