@@ -110,7 +110,7 @@ def test_the_last_layers_are_copied_before_the_first_token_is_chosen(
 ) -> None:
     """However few bytes they have: D would wait for them."""
     seen: list[int] = []
-    with pair(tmp_path) as two:
+    with pair(tmp_path, kv_stream="layer") as two:
 
         def do(layer_id: int, tell: Callable[[], None]) -> None:
             tell()
