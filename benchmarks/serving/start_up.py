@@ -2,9 +2,9 @@
 
     python -m benchmarks.serving.start_up [MODEL] [--rounds N] [FLAGS OF baton up]
 
-Every round starts a prefill engine, a decode engine and the router afresh, with compiled kernels in the cache, and
-sends one request that is handed off. The machine's own rate is the time of a process that imports PyTorch and Numba,
-measured before each round: the ratio is what Baton adds. The default model is SmolLM2-135M-Instruct.
+Every round starts all processes afresh, with compiled kernels in the cache, and sends one request that is handed off.
+The machine's own rate is the time of a process that imports PyTorch and Numba, before each round. The default model is
+SmolLM2-135M-Instruct.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ async def first_answer(url: str) -> None:
 
 
 def start(model: str, flags: list[str]) -> tuple[float, dict[str, float]]:
-    """Returns the seconds to the first answer, and those to each line of progress, by its text without figures."""
+    """The seconds to the first answer, and to each line of progress, by its first words."""
     began, clock = time.perf_counter(), time.time()
     with Supervised(model, 1, 1, flags) as deployment:
         asyncio.run(first_answer(deployment.url))

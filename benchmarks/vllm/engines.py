@@ -27,7 +27,7 @@ from baton.deployment import Deployment
 from baton.models.loading.config_json import read_config
 from benchmarks.vllm.servers import ONE_PROCESS, ServerConfig, serve
 
-# Each server compiles or packs for new shapes; vLLM does so more than once for a shape.
+# Servers compile or pack for new shapes, vLLM more than once for one.
 _WARM_UP_ROUNDS = 5
 TIMEOUT = aiohttp.ClientTimeout(total=300)
 Prompt = list[int]
