@@ -16,7 +16,7 @@ except ImportError:  # not built for this platform
 else:
 
     class _Loop(uvloop.Loop):
-        """uvloop's own clock has milliseconds and stands still during an iteration: too coarse for times of moves."""
+        """uvloop's own clock has milliseconds and stands still during an iteration."""
 
         def time(self) -> float:
             return time.monotonic()

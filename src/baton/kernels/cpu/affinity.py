@@ -5,9 +5,8 @@ teams are not bound: the runtime ends threads that smaller work does not need, a
 thread's core. Nor are engines that share cores (`up` sets `OMP_PROC_BIND` to false for them): their bound threads would
 wait for each other while a core idles.
 
-`end_team`: libgomp counts the threads of all teams of a process. If they are more than the cores, threads sleep soon
-after each parallel region (`gomp_throttled_spin_count_var`), and waking them costs a prompt of 128 tokens a sixth of
-its time.
+`end_team`: if the threads of all teams of a process are more than the cores, libgomp lets them sleep soon after each
+parallel region (`gomp_throttled_spin_count_var`), which costs a prompt of 128 tokens a sixth of its time.
 """
 
 from __future__ import annotations

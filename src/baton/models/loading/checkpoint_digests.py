@@ -28,8 +28,8 @@ def fingerprint(path: str | Path) -> str:
     """128-bit hex digest of a checkpoint's config (without `_CONFIG_NOISE`) and weight files: equal digests mean equal
     results.
 
-    Not cached: the directory may change. Weights are read at the disk's rate, since xxh3 takes 0.04 s per GB (BLAKE2b
-    0.7 s); it detects accidents only, and a peer that lies could send any digest.
+    Not cached: the directory may change. xxh3 takes 0.04 s per GB (BLAKE2b 0.7 s). It detects accidents only, but a
+    peer that lies could send any digest.
     """
     raw = {key: value for key, value in read_config(path).items() if key not in _CONFIG_NOISE}
     digest = xxhash.xxh3_128(json.dumps(raw, sort_keys=True).encode())
