@@ -119,6 +119,11 @@ def test_a_team_ends_and_the_next_region_makes_another() -> None:
     assert (ended, again) == (before - 1, before)
 
 
+def test_engines_that_share_cores_keep_the_team_that_lets_threads_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_PROC_BIND", "false")
+    assert not end_team()
+
+
 def test_an_engine_that_starts_leaves_no_team_of_the_thread_that_loaded_it(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ thread's core. Nor are engines that share cores (`up` sets `OMP_PROC_BIND` to fa
 wait for each other while a core idles.
 
 `end_team`: if the threads of all teams of a process are more than the cores, libgomp lets them sleep soon after each
-parallel region (`gomp_throttled_spin_count_var`), which costs a prompt of 128 tokens a sixth of its time.
+parallel region (`gomp_throttled_spin_count_var`).
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def bind_team() -> bool:
 def end_team() -> bool:
     """End the calling thread's team; its next parallel region makes a new one. Returns whether that was done.
 
-    `omp_pause_resource_all` (OpenMP 5.2, 18.6.2), not within a parallel region.
+    `omp_pause_resource_all` (OpenMP 5.2, 18.6.2), not within a parallel region. Not with `OMP_PROC_BIND`, as in
+    `bind_team`: on shared cores awake threads take other engines' time.
     """
-    team = gomp_parallel()
-    if team is None:
+    if os.environ.get("OMP_PROC_BIND") or gomp_parallel() is None:
         return False
     pause = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD).omp_pause_resource_all
     return bool(pause(_PAUSE_SOFT) == 0)
