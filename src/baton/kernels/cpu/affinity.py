@@ -5,7 +5,7 @@ teams are not bound: the runtime ends threads that smaller work does not need, a
 thread's core. Nor are engines that share cores (`up` sets `OMP_PROC_BIND` to false for them): their bound threads would
 wait for each other while a core idles.
 
-`end_team`: if the threads of all teams of a process are more than the cores, libgomp lets them sleep soon after each
+`end_team`: if the threads of all teams of a process are more than the cores, libgomp lets them sleep after each
 parallel region (`gomp_throttled_spin_count_var`).
 """
 
@@ -51,7 +51,7 @@ def end_team() -> bool:
     """End the calling thread's team; its next parallel region makes a new one. Returns whether that was done.
 
     `omp_pause_resource_all` (OpenMP 5.2, 18.6.2), not within a parallel region. Not with `OMP_PROC_BIND`, as in
-    `bind_team`: on shared cores awake threads take other engines' time.
+    `bind_team`: on shared cores these take other engines' time.
     """
     if os.environ.get("OMP_PROC_BIND") or gomp_parallel() is None:
         return False
