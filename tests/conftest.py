@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from testkit.clients.reader import Reader
     from testkit.processes.launcher import Launcher
 
 # Assertions in helpers tell their values too.
@@ -81,6 +82,22 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def readers() -> Iterator[Callable[..., Reader]]:
+    """Makes readers, and closes them at the end."""
+    from testkit.clients.reader import Reader
+
+    made: list[Reader] = []
+
+    def make(*arguments: Any) -> Reader:
+        made.append(Reader(*arguments))
+        return made[-1]
+
+    yield make
+    for reader in made:
+        reader.socket.close()
 
 
 @pytest.fixture(scope="session")

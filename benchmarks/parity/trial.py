@@ -262,8 +262,9 @@ class _Wanted:
         assert engine.core.legs is not None
         agent, self._num_bytes = engine.core.legs.agent, 0
         assert isinstance(agent, InstanceAgent)
-        held = {name: entry_bytes(ranks) for name, ranks in agent.instance.groups.items()}
-        if all(len(ranks) == 1 for ranks in agent.instance.groups.values()):
+        if any(len(ranks) > 1 for ranks in agent.instance.groups.values()):
+            held = {name: entry_bytes(ranks) for name, ranks in agent.instance.groups.items()}
+        else:
             # By the memory itself, so that a wrong geometry shows.
             executor = engine.core.executor
             local = executor.local if isinstance(executor, RankExecutor) else executor

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import statistics
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from datetime import datetime
 import aiohttp
 
 from baton.bench.timed_stream import stream_completion
+from benchmarks.engine.decode import spread
 from benchmarks.faults.supervised import Supervised
 from benchmarks.smollm2 import smollm2
 
@@ -54,10 +54,6 @@ def start(model: str, flags: list[str]) -> tuple[float, dict[str, float]]:
         if name in ("prefill-0", "decode-0"):
             phases[f"{name} {' '.join(phase.split()[:2])}"] = datetime.fromisoformat(stamp).timestamp() - clock
     return took, phases
-
-
-def spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def main() -> None:

@@ -172,14 +172,19 @@ def test_time_counts_from_register(world: World, mode: Mode) -> None:
     assert world.settled()
 
 
-@MODES
-def test_pages_that_came_early_wait_for_admission_without_a_limit(world: World, mode: Mode) -> None:
+def admitted_long_after_register(world: World, mode: Mode) -> tuple[Engine, Engine, SignedTicket]:
     p, d = engine(world, "P"), engine(world, "D")
     ticket = world.ticket(p, d, mode)
     p.handoffs.open_prefill(ticket)
     d.handoffs.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]}, admitted=False)
     world.run(2 * TIMERS.handoff)
     p.handoffs.admit_prefill(ticket.key)
+    return p, d, ticket
+
+
+@MODES
+def test_pages_that_came_early_wait_for_admission_without_a_limit(world: World, mode: Mode) -> None:
+    p, d, ticket = admitted_long_after_register(world, mode)
     world.run(TIMERS.handoff - 1)
     assert (p.events, d.events) == ([], [])
     world.prefill(p, ticket)
@@ -190,12 +195,7 @@ def test_pages_that_came_early_wait_for_admission_without_a_limit(world: World, 
 
 @MODES
 def test_time_counts_from_an_admission_after_register(world: World, mode: Mode) -> None:
-    p, d = engine(world, "P"), engine(world, "D")
-    ticket = world.ticket(p, d, mode)
-    p.handoffs.open_prefill(ticket)
-    d.handoffs.open_decode(ticket, N, {"target": Interval(0, N)}, {"target": [3, 4]}, admitted=False)
-    world.run(2 * TIMERS.handoff)
-    p.handoffs.admit_prefill(ticket.key)
+    p, d, ticket = admitted_long_after_register(world, mode)
     world.run(TIMERS.handoff + 1)
     assert p.events == [ev.PrefillReleased(ticket.key, "handoff_timeout")]
     assert d.failures() == ["handoff_timeout"]

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -31,11 +30,10 @@ from baton.router import build_app as build_router
 from baton.server import build_app
 from baton.text import Tokenizer
 from baton.timeouts import timeout
+from testkit.clients.reader import Reader
 from testkit.servers.fake_serving import KEY, FakeEngine, complete, served, until
 
 LIMIT_S = 60.0
-# About 400 KB per choice: more than the sockets below hold, plus asyncio's buffer before it pauses.
-LONG = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "logprobs": 5, "stream": True}
 
 
 @contextlib.asynccontextmanager
@@ -45,56 +43,6 @@ async def narrow(app: web.Application) -> AsyncIterator[str]:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     async with serving.served(app, listener):
         yield url_of(listener, app)
-
-
-class Reader:
-    """A client that reads only when told to."""
-
-    def __init__(self, url: str, path: str = "/v1/completions", body: Any = LONG) -> None:
-        host, port = url.removeprefix("http://").split(":")
-        self.socket = socket.socket()
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        self.socket.connect((host, int(port)))
-        self.socket.setblocking(False)
-        self.ask(path, json.dumps(body).encode())
-
-    def ask(self, path: str, data: bytes = b"") -> None:
-        head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(data)}\r\n\r\n"
-        self.socket.send(head.encode() + data)
-
-    async def read(self, most: int = 2**16) -> bytes:
-        """The next bytes; empty at the end. Raises `ConnectionResetError` if the connection was cut off."""
-        return await asyncio.get_running_loop().sock_recv(self.socket, most)
-
-    async def text(self) -> bytes:
-        """All bytes to the end of a stream. Raises as `read` does."""
-        whole = b""
-        while not whole.endswith(b"0\r\n\r\n"):
-            part = await self.read()
-            if not part:
-                raise ConnectionResetError
-            whole += part
-        return whole
-
-    async def until_cut(self, most: int = 2**16, pause_s: float = 0.0) -> None:
-        """Read until the connection is cut off, at most `most` bytes before each pause."""
-        with contextlib.suppress(ConnectionResetError):
-            while await self.read(most):
-                await asyncio.sleep(pause_s)
-
-
-@pytest.fixture
-def readers() -> Iterator[Callable[..., Reader]]:
-    """Makes readers, and closes them at the end."""
-    made: list[Reader] = []
-
-    def make(*arguments: Any) -> Reader:
-        made.append(Reader(*arguments))
-        return made[-1]
-
-    yield make
-    for reader in made:
-        reader.socket.close()
 
 
 def app_of(engine: FakeEngine, directory: Path, access: Access = OPEN, **limits: Any) -> web.Application:

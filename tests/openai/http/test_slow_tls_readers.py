@@ -18,13 +18,12 @@ from baton.openai.http.access import Access
 from baton.openai.http.app import json_response, new_app
 from baton.openai.http.limits import HttpLimits
 from baton.timeouts import timeout
+from testkit.clients.reader import LONG, Reader
 from testkit.servers.fake_serving import until
 from tests.openai.http.test_doors import CERT, trusting
 from tests.openai.http.test_doors import KEY as KEY_FILE
 from tests.openai.http.test_slow_readers import (
     LIMIT_S,
-    LONG,
-    Reader,
     app_of_endless_streams,
     app_of_large_answers,
     fronts,

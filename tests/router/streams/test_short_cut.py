@@ -17,9 +17,10 @@ import pytest
 
 from baton.openai.streams import ChoiceSequence
 from baton.timeouts import timeout
+from testkit.clients.reader import Reader
 from testkit.servers.fake_serving import until
 from testkit.servers.fleets import Cluster, Setup, expected_answer
-from tests.openai.http.test_slow_readers import LIMIT_S, Reader, fronts
+from tests.openai.http.test_slow_readers import LIMIT_S, fronts
 
 BODY = {"prompt": "a", "max_tokens": 30, "seed": 3, "stream": True}
 STEP_S = 0.002
@@ -37,20 +38,6 @@ def taken() -> Iterator[list[int]]:
     sys.setprofile(profile)
     yield found
     sys.setprofile(None)
-
-
-@pytest.fixture
-def readers() -> Iterator[Callable[..., Reader]]:
-    """Makes readers, and closes them at the end."""
-    made: list[Reader] = []
-
-    def make(*arguments: Any) -> Reader:
-        made.append(Reader(*arguments))
-        return made[-1]
-
-    yield make
-    for reader in made:
-        reader.socket.close()
 
 
 async def streamed(session: aiohttp.ClientSession, url: str, **body: Any) -> list[Any]:

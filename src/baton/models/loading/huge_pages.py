@@ -38,12 +38,13 @@ def use_huge_pages(modules: Iterable[object], least_bytes: int = LEAST_BYTES) ->
         if isinstance(layer, Linear)
     }
     ranges = sorted(found for layer in linears if (found := _place_of(layer)) is not None)
-    if sys.platform != "linux" or not _SIZE_FILE.exists() or sum(size for _, size in ranges) < least_bytes:
+    if sys.platform != "linux" or not _SIZE_FILE.exists() or sum(count for _, count in ranges) < least_bytes:
         return
     advise = ctypes.CDLL(None).madvise
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    pages = pages_of(ranges, int(_SIZE_FILE.read_text()))
-    num_moved = collapse(pages, int(_SIZE_FILE.read_text()), advise)
+    size = int(_SIZE_FILE.read_text())
+    pages = pages_of(ranges, size)
+    num_moved = collapse(pages, size, advise)
     log.debug("%d of %d huge pages for weights", num_moved, len(pages))
 
 
