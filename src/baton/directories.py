@@ -71,11 +71,22 @@ class RunDirectory:
     """A temporary directory for one run and one user.
 
     After SIGKILL it stays, with its keys, until the next run creates one. A file lock shows whether the owner is alive.
+
+    Raises `ConfigError`.
     """
 
     def __init__(self, kind: str = "") -> None:
-        sweep_runs()
-        self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}"))
+        self._lock = -1
+        try:
+            sweep_runs()
+            self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}"))
+            self._take()
+        except OSError as error:
+            if hasattr(self, "path"):
+                self.close()
+            raise ConfigError("TMPDIR", f"a directory for temporary files is needed: {error}") from None
+
+    def _take(self) -> None:
         fresh = self.path / f"{_LOCK}.new"
         self._lock = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)

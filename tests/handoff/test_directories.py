@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -102,6 +103,26 @@ def test_directories_of_a_killed_run_are_removed_by_the_next(temporary: Path) ->
     assert own.path.exists()
     for directory in (own, other, own):
         directory.close()
+    assert not list(temporary.iterdir())
+
+
+def test_without_a_writable_temporary_directory_the_error_names_it(temporary: Path) -> None:
+    temporary.rmdir()
+    with pytest.raises(ConfigError, match=r"^TMPDIR: a directory for temporary files is needed: ") as caught:
+        RunDirectory()
+    assert caught.value.field == "TMPDIR"
+    temporary.mkdir()
+
+
+class OnAFullDisk(RunDirectory):
+    def _take(self) -> None:
+        (self.path / "begun").touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_run_directory_that_cannot_be_completed_is_removed(temporary: Path) -> None:
+    with pytest.raises(ConfigError, match="No space left on device"):
+        OnAFullDisk()
     assert not list(temporary.iterdir())
 
 

@@ -124,6 +124,13 @@ def test_engines_that_share_cores_keep_the_team_that_lets_threads_sleep(monkeypa
     assert not end_team()
 
 
+def test_an_older_libgomp_cannot_end_teams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_PROC_BIND", raising=False)
+    monkeypatch.setattr("baton.kernels.cpu.affinity.gomp_parallel", lambda: object())
+    monkeypatch.setattr("ctypes.CDLL", lambda *_, **__: object())
+    assert not end_team()
+
+
 def test_an_engine_that_starts_leaves_no_team_of_the_thread_that_loaded_it(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

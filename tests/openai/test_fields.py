@@ -214,3 +214,17 @@ def test_an_effort_says_what_the_template_knows(tokenizer: Tokenizer, tmp_path: 
 def test_the_documents_list_them_all() -> None:
     text = Path("docs/api.md").read_text()
     assert [name for name in (*HONOURED, *REFUSED, *FORBIDDEN, *IGNORED) if f"`{name}`" not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b"", "the request body is empty"),
+        (b'{"prompt": "\\ud800"}', r"unpaired surrogate, such as \\ud800\Z"),
+        (b'{"prompt": "a", "user": "\\uDFFF"}', "unpaired surrogate"),
+        (b'{"prompt": "\\ud83d\\ude00", }', r"is not valid JSON: [^;]*\Z"),
+    ],
+)
+def test_a_body_that_is_no_json_says_why(body: bytes, text: str) -> None:
+    with pytest.raises(RequestError, match=text):
+        decode_request(body, CompletionRequest)

@@ -106,8 +106,10 @@ class Deployment:
             self.url = self.engine_urls[0]
             if self.router:
                 self._start_routers()
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, OSError):
+                raise EngineUnavailableError(f"a process could not be started: {error}") from error
             raise
 
     def _start_engines(self) -> None:
@@ -116,7 +118,10 @@ class Deployment:
         names = [f"{role}-{roles[:number].count(role)}" for number, role in enumerate(roles)]
         sizes = [self.data_ranks.get(role, 1) for role in roles]
         keys = self._directory / "keys"
-        make_keys(keys, [id_ for name, size in zip(names, sizes, strict=True) for id_ in rank_ids(name, size)])
+        try:
+            make_keys(keys, [id_ for name, size in zip(names, sizes, strict=True) for id_ in rank_ids(name, size)])
+        except ConfigError as error:
+            raise ConfigError("TMPDIR", error.message) from None
         self.ticket_key_file = str(ticket_key_file(keys))
         if self.engine_port_base + sum(sizes) > 65536:
             raise ConfigError("engine_port_base", f"leaves no ports for {sum(sizes)} engines")

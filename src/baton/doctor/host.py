@@ -31,8 +31,15 @@ def read_host() -> Host:
         num_files=2**31 if files == resource.RLIM_INFINITY else files,
         shm_bytes=size,
         shm_free=free,
-        rdma=tuple(sorted(path.name for path in _RDMA.iterdir())) if _RDMA.is_dir() else (),
+        rdma=_rdma_devices(),
     )
+
+
+def _rdma_devices() -> tuple[str, ...]:
+    try:
+        return tuple(sorted(os.listdir(_RDMA)))
+    except OSError:
+        return ()
 
 
 def check_host(checkup: Checkup) -> Iterator[Finding]:

@@ -26,6 +26,8 @@ from baton.wire import Mode, Priority, check_salt
 
 _PATH = re.compile(r" - at (`key` in )?`\$\.?([^`]*)`\Z")
 _MISSING = re.compile(r"required field `([^`]+)`")
+_HIGH, _LOW = r"\\u[dD][89abAB][0-9a-fA-F]{2}", r"\\u[dD][c-fC-F]"
+_UNPAIRED_SURROGATE = re.compile(f"{_HIGH}(?!{_LOW})|(?<!{_HIGH}){_LOW}".encode())
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -172,7 +174,12 @@ def decode_body(
         what = "a key: " if path and path.group(1) else ""
         raise RequestError(f"{param or 'body'}: {what}{_PATH.sub('', message)}", param) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the request body is not valid JSON: {error}") from None
+        if not body:
+            raise RequestError("the request body is empty") from None
+        hint = (
+            "; no text may contain an unpaired surrogate, such as \\ud800" if _UNPAIRED_SURROGATE.search(body) else ""
+        )
+        raise RequestError(f"the request body is not valid JSON: {error}{hint}") from None
 
 
 @functools.cache

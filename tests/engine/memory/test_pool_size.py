@@ -144,27 +144,33 @@ def test_a_long_context_that_nobody_asked_for_leaves_slots_for_many_requests(num
 
 
 @pytest.mark.parametrize(
-    ("directory", "limit", "usage", "prefix"),
+    ("directory", "limit", "usage", "prefix", "process"),
     [
-        ("", "memory.max", "memory.current", ""),
-        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+        ("", "memory.max", "memory.current", "", "0::/"),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_", "4:memory:/"),
+        ("", "memory.max", "memory.current", "", "0::/not/in/this/namespace"),
+        ("system.slice/x:y", "memory.max", "memory.current", "", "0::/system.slice/x:y"),
+        ("system.slice", "memory.max", "memory.current", "", "0::/system.slice/x.service/worker"),
+        ("memory/a", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_", "4:memory:/a/b\n0::/"),
     ],
 )
-def test_files_that_were_read_take_no_memory_of_a_container(
-    tmp_path: Path, directory: str, limit: str, usage: str, prefix: str
+def test_a_cgroups_limit_holds_and_files_that_were_read_take_no_memory_of_it(
+    tmp_path: Path, directory: str, limit: str, usage: str, prefix: str, process: str
 ) -> None:
     """A checkpoint that was loaded before stays in the page cache, and counts as used there."""
-    group = tmp_path / directory
-    group.mkdir(exist_ok=True)
+    own = tmp_path / "self"
+    own.write_text(process)
+    group = tmp_path / "cgroup" / directory
+    group.mkdir(parents=True)
     for name, text in (
         (limit, "8000000\n"),
         (usage, "7900000\n"),
         ("memory.stat", f"anon 900000\n{prefix}inactive_file 4000000\n{prefix}active_file 3000000\n"),
     ):
         (group / name).write_text(text)
-    assert pool_size_module._host_free(tmp_path) == 7_100_000
+    assert pool_size_module._host_free(tmp_path / "cgroup", own) == 7_100_000
     (group / limit).write_text("max\n")
-    assert pool_size_module._host_free(tmp_path) > 7_100_000
+    assert pool_size_module._host_free(tmp_path / "cgroup", own) > 7_100_000
 
 
 @pytest.mark.parametrize(

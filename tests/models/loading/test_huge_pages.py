@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from baton.models.layers.linear import Build, Linear
-from baton.models.loading.huge_pages import collapse, pages_of, use_huge_pages
+from baton.models.loading.huge_pages import collapse, pages_of, size_in, use_huge_pages
 
 
 def test_each_page_that_holds_a_weight_is_moved_once() -> None:
@@ -35,6 +35,16 @@ def test_start_up_waits_for_some_pages_only() -> None:
 
     collapse([1, 2, 3, 4], 10, advise, lambda: next(seconds))
     assert moved == [14] * 4 + [25] * 2
+
+
+@pytest.mark.parametrize("text", [None, "", "no number", "0"])
+def test_a_system_that_hides_the_size_of_huge_pages_has_none(text: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "hpage_pmd_size"
+    if text is None:
+        file.mkdir()  # cannot be read, even by root
+    else:
+        file.write_text(text)
+    assert size_in(file) is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="huge pages of Linux")

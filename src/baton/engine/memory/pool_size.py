@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -174,17 +174,14 @@ def _share(config: EngineConfig, before: Memory, now: Memory) -> int:
     return part
 
 
-def _host_free(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Available bytes, within the limit of this process's cgroup. Its usage includes cached files, such as checkpoints,
-    which count as free.
+def _host_free(root: Path = Path("/sys/fs/cgroup"), process: Path = Path("/proc/self/cgroup")) -> int:
+    """Available bytes, within the limits of this process's cgroup and its parents. Their usage includes cached files,
+    such as checkpoints, which count as free.
     """
     lines = Path("/proc/meminfo").read_text().splitlines()
     sizes = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
     free = sizes["MemAvailable"]
-    for group, limit, usage, prefix in (
-        (cgroup, "memory.max", "memory.current", ""),
-        (cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    ):
+    for group, limit, usage, prefix in _cgroups(root, process):
         try:
             left = int((group / limit).read_text()) - int((group / usage).read_text())
             counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
@@ -193,6 +190,21 @@ def _host_free(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
         files = sum(int(counts.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
         free = min(free, left + files)
     return max(0, free)
+
+
+def _cgroups(root: Path, process: Path) -> Iterator[tuple[Path, str, str, str]]:
+    """With files of limit and usage, and its counters' prefix."""
+    try:
+        lines = process.read_text().splitlines()
+    except OSError:
+        lines = []
+    own = {controllers: path for _, controllers, path in (line.split(":", 2) for line in lines)}
+    for mount, controller, names in (
+        (root, "", ("memory.max", "memory.current", "")),
+        (root / "memory", "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")),
+    ):
+        group = mount / own.get(controller, "").strip("/")
+        yield from ((one, *names) for one in (group, *group.parents) if one.is_relative_to(mount))
 
 
 def _resident() -> int:

@@ -1,16 +1,17 @@
-"""The OpenMP teams of an engine's process: one thread per core, and no team that nobody uses.
+"""The OpenMP teams of an engine's process: one thread per core, and no unused team.
 
 `bind_team`: Linux may wake both threads on one core and leave them there for 60 ms, most of a short prompt. Larger
 teams are not bound: the runtime ends threads that smaller work does not need, and later ones would inherit their parent
 thread's core. Nor are engines that share cores (`up` sets `OMP_PROC_BIND` to false for them): their bound threads would
 wait for each other while a core idles.
 
-`end_team`: if the threads of all teams of a process are more than the cores, libgomp lets them sleep after each
-parallel region (`gomp_throttled_spin_count_var`).
+`end_team`: libgomp lets the threads of all teams sleep after each parallel region if they are more than the cores
+(`gomp_throttled_spin_count_var`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -41,7 +42,8 @@ def bind_team() -> bool:
     leader = threading.get_native_id()
 
     def bind(_: object) -> None:
-        os.sched_setaffinity(0, {cores[threading.get_native_id() != leader]})
+        with contextlib.suppress(OSError):  # forbidden in some sandboxes
+            os.sched_setaffinity(0, {cores[threading.get_native_id() != leader]})
 
     team(_CALLBACK(bind), None, _THREADS, 0)
     return True
@@ -55,5 +57,8 @@ def end_team() -> bool:
     """
     if os.environ.get("OMP_PROC_BIND") or gomp_parallel() is None:
         return False
-    pause = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD).omp_pause_resource_all
+    try:
+        pause = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD).omp_pause_resource_all
+    except AttributeError:  # before GCC 9
+        return False
     return bool(pause(_PAUSE_SOFT) == 0)
