@@ -70,7 +70,7 @@ def _own_secret(path: Path, field: str, make: Callable[[], bytes]) -> bytes:
 class RunDirectory:
     """A temporary directory for one run and one user.
 
-    After SIGKILL it stays, with its keys, until the next run creates one. A file lock shows whether the owner is alive.
+    After SIGKILL it stays, with its keys, until the next run creates one. A file lock shows whether its owner lives.
 
     Raises `ConfigError`.
     """

@@ -214,7 +214,7 @@ def test_version() -> None:
     assert (shown.returncode, shown.stdout) == (0, f"{baton.__version__}\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_up_ends_every_process(directory: str, number: signal.Signals) -> None:
     up = subprocess.Popen([*FAKE, "up", directory, "--port", "0"], stderr=subprocess.PIPE, text=True)
     assert up.stderr is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -111,9 +112,16 @@ def _print_usage_error(error: Any) -> None:
     _print_error(text, CODE_BY_ERROR[ConfigError])
 
 
+def _end_on_hangup() -> None:
+    """As SIGTERM, except under `nohup`."""
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, lambda number, frame: signal.raise_signal(signal.SIGTERM))
+
+
 def main(given: Sequence[str] | None = None) -> None:
     """Exit status: 2 for a bad setting or request, 1 for any other Baton error."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    _end_on_hangup()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     arguments = with_dashes(sys.argv[1:] if given is None else given)

@@ -100,7 +100,8 @@ def main(fd: int) -> NoReturn:
     """Errors are sent to rank 0 and end this process."""
     # Rank 0 may die while this process computes.
     die_with_parent(signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; rank 0 decides
+    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to all; rank 0 decides
+        signal.signal(number, signal.SIG_IGN)
     pipe = Connection(fd)
     status = 0
     try:

@@ -47,7 +47,7 @@ def use_huge_pages(modules: Iterable[object], least_bytes: int = LEAST_BYTES) ->
 
 
 def size_in(file: Path) -> int | None:
-    """None without huge pages, or in a sandbox that hides /sys."""
+    """None without huge pages, or if /sys is hidden."""
     try:
         return int(file.read_text()) or None
     except (OSError, ValueError):
