@@ -175,7 +175,7 @@ def _share(config: EngineConfig, before: Memory, now: Memory) -> int:
 
 
 def _host_free(root: Path = Path("/sys/fs/cgroup"), process: Path = Path("/proc/self/cgroup")) -> int:
-    """Available bytes, within the limits of this process's cgroup and its parents. Their usage includes cached files,
+    """Available bytes, within the limits of this process's cgroups. Their usage includes cached files,
     such as checkpoints, which count as free.
     """
     lines = Path("/proc/meminfo").read_text().splitlines()
