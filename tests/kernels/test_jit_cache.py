@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numba
@@ -28,7 +29,11 @@ def twice():
 """
 
 
-def test_a_change_in_another_file_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+Answer = Callable[[int], tuple[int, int]]
+
+
+@pytest.fixture
+def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Answer:
     package = tmp_path / "baton_probe"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -47,6 +52,29 @@ def test_a_change_in_another_file_is_seen(tmp_path: Path, monkeypatch: pytest.Mo
         twice = importlib.import_module("baton_probe.outer").twice
         return twice(), sum(twice.stats.cache_hits.values())
 
+    return answer
+
+
+def test_a_change_in_another_file_is_seen(answer: Answer) -> None:
     assert answer(3) == (6, 0)
     assert answer(3) == (6, 1)
     assert answer(4) == (8, 0)
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x80", b"no pickle"])
+@pytest.mark.parametrize("pattern", ["*.nbi", "*.nbc"])
+def test_a_damaged_file_is_replaced(answer: Answer, tmp_path: Path, pattern: str, damage: bytes) -> None:
+    assert answer(3) == (6, 0)
+    for file in [*(tmp_path / "cache").rglob(pattern)]:
+        file.write_bytes(damage)
+    assert answer(3) == (6, 0)
+    assert answer(3) == (6, 1)
+
+
+def test_what_cannot_be_written_is_compiled_again(answer: Answer, tmp_path: Path) -> None:
+    assert answer(3) == (6, 0)
+    for file in [*(tmp_path / "cache").rglob("*.nbi")]:
+        file.unlink()
+        file.mkdir()
+    assert answer(3) == (6, 0)
+    assert answer(3) == (6, 0)

@@ -19,13 +19,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.errors import ProtocolError, TransportError
+from baton.errors import ConfigError, ProtocolError, TransportError
 from baton.kv.geometry import CopyList
 from baton.testing.transport_peer import SpawnedPeer
 from baton.transports.mapped import mover
 from baton.transports.mapped.memory_transport import DIRECT_BYTES
 from baton.transports.mapped.populate import PIECE_BYTES, populate
-from baton.transports.mapped.segments import SHM_DIR, remove_stale_segments
+from baton.transports.mapped.segments import SHM_DIR, remove_stale_segments, shm_status
 from baton.transports.mapped.shm import ShmTransport
 from baton.transports.process import process_start_ticks
 from testkit.inside import process_of
@@ -417,3 +417,8 @@ def test_a_cancel_waits_for_no_copy_of_another_peer(transport: ShmTransport, mon
     finally:
         go_on.set()
     assert moving.wait(30) == "failed"
+
+
+def test_a_host_without_shared_memory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"kv_transport: shm needs .*/none: No such file or directory"):
+        shm_status(str(tmp_path / "none"))

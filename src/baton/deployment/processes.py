@@ -275,7 +275,7 @@ class Deployment:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.process.wait(2.0)
             if child.refusal is not None:
-                # Only the child can check this setting, and starting it again would not help.
+                # Only the child can check this setting; another start would not help.
                 raise self.named(child.role, child.refusal)
             if child.process.returncode == CONFIG_STATUS:
                 raise ConfigError(child.name, f"did not start: {_last_line(child)}")

@@ -1,4 +1,4 @@
-"""Limits of this host, and what servers that run here need of them."""
+"""This host's limits, and what servers here need."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 from baton.engine.config import EngineConfig
 from baton.errors import ConfigError
 from baton.kv.spec import GroupSpec
-from baton.transports.mapped.segments import SHM_DIR
+from baton.transports.mapped.segments import SHM_DIR, shm_status
 
 # The rest is for activations, the page cache and other programs.
 HOST_UTILIZATION = 0.6
@@ -37,7 +37,7 @@ class Memory:
         if device.type == "cuda":
             return cls(torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device))
         free = _host_free()
-        status = os.statvfs(SHM_DIR) if uses_shm else None
+        status = shm_status() if uses_shm else None
         return cls(free, _resident(), None if status is None else status.f_bavail * status.f_frsize)
 
 

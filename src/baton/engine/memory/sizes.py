@@ -13,7 +13,7 @@ from typing import Any
 
 from baton.engine.config import EngineConfig
 from baton.errors import ConfigError
-from baton.transports.mapped.segments import SHM_DIR
+from baton.transports.mapped.segments import SHM_DIR, shm_status
 from baton.transports.registry import parse_uri
 
 
@@ -28,7 +28,7 @@ def check_sizes(config: EngineConfig, num_engines: int = 1) -> None:
     wanted, where = config.kv_cache_memory * num_engines * config.num_ranks, "the memory of this host has"
     has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if num_engines > 1 and parse_uri(config.kv_transfer_config.kv_transport)[0].rpartition("+")[2] == "shm":
-        status = os.statvfs(SHM_DIR)
+        status = shm_status()
         if (room := status.f_blocks * status.f_frsize) < has:
             has, where = room, f"{SHM_DIR} has"
     if wanted > has:

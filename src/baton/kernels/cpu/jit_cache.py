@@ -1,13 +1,15 @@
 """A disk cache for Numba functions that any change in their sources invalidates.
 
-Numba itself checks only the file of the compiled function.
+Numba itself checks only the file of the compiled function, and raises for damaged files and full disks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any, TypeVar, cast
 import numba
 from numba.core.ccallback import CFunc
 
+log = logging.getLogger(__name__)
 # Numba's decorators and types are not annotated.
 _numba: Any = numba
 F = TypeVar("F", bound=Callable[..., Any])
@@ -47,9 +50,33 @@ def callback(function: Callable[..., Any], signature: Any, **options: Any) -> An
 
 
 def _stamp(cache: Any, module: str) -> None:
-    # Without a writable folder there is no file.
+    # None without a writable folder.
     if (file := getattr(cache, "_cache_file", None)) is not None:
         file._source_stamp = source_digest(module)
+        cache.load_overload = functools.partial(_load, cache, cache.load_overload)
+        cache.save_overload = functools.partial(_save, cache.save_overload)
+
+
+def _load(cache: Any, load: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return load(*args)
+    except Exception as error:  # a damaged pickle
+        _warn_once(f"compiled code cannot be read: {error!r}")
+        with contextlib.suppress(OSError):
+            cache.flush()
+        return None
+
+
+def _save(save: Callable[..., None], *args: Any) -> None:
+    try:
+        save(*args)
+    except OSError as error:
+        _warn_once(f"compiled code is not kept for the next start: {error}")
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    log.warning("%s", text)
 
 
 @functools.cache

@@ -27,6 +27,14 @@ def _runs(pid: int, start_time: str) -> bool:
     return bool(fields) and fields[19] == start_time and fields[0] not in ("Z", "X")
 
 
+def shm_status(directory: str = SHM_DIR) -> os.statvfs_result:
+    """Raises `ConfigError`."""
+    try:
+        return os.statvfs(directory)
+    except OSError as error:
+        raise ConfigError("kv_transport", f"shm needs {directory}: {error.strerror}") from None
+
+
 def remove_stale_segments(directory: str = SHM_DIR) -> list[str]:
     """Unlink this user's segments whose owner is dead. Returns their names.
 
