@@ -2,9 +2,9 @@
 
     python -m benchmarks.engine.kinds [delta] [sparse] [blocks] [--threads 1] [--rounds 5]
 
-delta: three delta nets and a layer of attention, beside four of attention. sparse: two layers of latents of
-DeepSeek's size, of which a row attends to 512, beside all. Random weights, bfloat16, one request. blocks:
-baton-demo-llama with its DFlash and EAGLE-3 heads, over no drafter.
+delta: three delta nets and a layer of attention, beside four of attention, of half Qwen3.5's sizes. sparse: two
+layers of latents of DeepSeek's size, of which a row attends to 512, beside all. Random weights, bfloat16, one request.
+blocks: baton-demo-llama with its DFlash and EAGLE-3 heads, over no drafter.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ MODELS = Path(__file__).resolve().parents[2] / "models"
 LENGTHS = (128, 2048, 8192)
 STEPS, MAX_LEN = 24, 8320
 _DELTA: dict[str, Any] = {
-    "hidden_size": 512,
-    "intermediate_size": 1024,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
-    "head_dim": 64,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
+    "head_dim": 256,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "max_position_embeddings": MAX_LEN,

@@ -24,6 +24,7 @@ from benchmarks.parity.trial import Cell, Trial, compare
 from benchmarks.topologies.agents import shaped
 from benchmarks.topologies.data_rank import beside
 from simulation.topologies import Shape
+from testkit.checkpoints.gemma4 import make_gemma4
 from testkit.checkpoints.granite import make_granite
 from testkit.checkpoints.qwen_hybrid import make_qwen_hybrid
 from testkit.engines import Pair, Stream, pair
@@ -36,6 +37,7 @@ MODELS = {
     "MLA target, MTP": ("deepseek_v3", "mtp"),
     "gpt-oss with 2 KV heads, EAGLE-3": ("gpt_oss", "eagle3"),
     "Gemma 4, assistant": ("gemma4_text", "assistant"),
+    "Gemma 4 without shared keys, assistant": ("gemma4_text", "assistant"),
     "Mamba-2 hybrid": ("granitemoehybrid", "none"),
     "Gated delta nets, MTP": ("qwen3_5_text", "mtp"),
     "Qwen3.5 with experts, MTP": ("qwen3_5_moe_text", "mtp"),
@@ -64,6 +66,7 @@ def delta_nets(kind: str) -> MakeTarget:
 
 # Models with heads that four ranks can share.
 MAKERS: dict[str, MakeTarget] = {
+    "Gemma 4 without shared keys, assistant": lambda path, seed: make_gemma4(path, "gemma4-k_is_v", seed),
     "Gated delta nets, MTP": delta_nets("qwen3_5_text"),
     "Qwen3.5 with experts, MTP": delta_nets("qwen3_5_moe_text"),
     "Qwen3-Next, MTP": delta_nets("qwen3_next"),
@@ -75,7 +78,7 @@ MAKERS: dict[str, MakeTarget] = {
     ),
 }
 TENSOR_RANKS = {f"TP {p} to TP {d}": (Shape(p), Shape(d)) for p in (1, 2, 4) for d in (1, 2, 4)}
-# Drafters are on the first stage. Gemma 4's assistant reads keys of the last, so it is refused.
+# Stages refuse shared keys.
 STAGES = {
     "2 stages to TP 2": (Shape(stages=2), Shape(2)),
     "TP 2 to 2 stages": (Shape(2), Shape(stages=2)),

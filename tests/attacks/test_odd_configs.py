@@ -11,7 +11,7 @@ import pytest
 
 import baton.models
 from baton.errors import CheckpointError
-from baton.models.registry import model_class
+from baton.models.registry import MODELS, model_class
 from testkit.checkpoints import common, moe, written
 
 FIELDS = sorted(
@@ -21,6 +21,7 @@ FIELDS = sorted(
         for name in re.findall(r'"([a-z][a-z0-9_]{3,40})"', path.read_text("utf-8"))
     }
 )
+_GROUPED = ("mixtral", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next")
 ODD: list[Any] = [None, True, -1, 0, 3, 1.5, "x", [], {}, [[1]] * 4, [{}] * 3, 1 << 40, 1e308, float("nan")]
 ODD += ["a" * 9000, "\n\x1b[31m", {"rope_type": []}, {"rope_type": "yarn", "factor": float("nan")}, {"main": []}]
 
@@ -35,6 +36,17 @@ def base(name: str) -> dict[str, Any]:
     cls, fields = written.WRITTEN[name]
     config: dict[str, Any] = getattr(transformers, f"{cls}Config")(**{**written.TINY, **fields}).to_dict()
     return config
+
+
+@pytest.mark.parametrize("model_type", sorted(MODELS.keys() - {"deepseek_v2", "deepseek_v4", "gemma4_text"}))
+def test_a_field_left_out_is_what_transformers_takes(model_type: str) -> None:
+    mapping = pytest.importorskip("transformers").models.auto.configuration_auto.CONFIG_MAPPING
+    parse, config = model_class(model_type).parse_config, mapping[model_type]
+    sizes = {"vocab_size": 300, "hidden_size": 960, "intermediate_size": 90, "num_hidden_layers": 9}
+    sizes["num_attention_heads"] = config().num_key_value_heads * 3 if model_type in _GROUPED else 12
+    if model_type not in _GROUPED:
+        sizes["num_key_value_heads"] = 12
+    assert parse({**sizes, "model_type": model_type}) == parse({**config(**sizes).to_dict(), "model_type": model_type})
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", *moe.SHAPES, *written.WRITTEN])

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from baton.drafters.base import DraftBatch
+from baton.drafters.base import DraftBatch, TargetRead
 from baton.drafters.chain import IntArray
-from baton.errors import CheckpointError, ConfigError
+from baton.errors import CheckpointError
 from baton.models.architectures.gemma4 import parse_gemma4, rounded
 from baton.models.base import CausalLM, rotaries
 from baton.models.config import RawConfig, get_bool, get_int
@@ -37,24 +37,31 @@ _HEAD = "lm_head.weight"
 
 
 class QueryAttention(nn.Module):
-    """[T, E] -> [T, E], over keys and values of the target's layer `source`. Each tensor rank of the target attends
-    with its own key heads, and gathers the other ranks' heads.
+    """[T, E] -> [T, E], over keys and values of the target's layer `source`. Each tensor rank attends with its
+    own key heads, on the stage of that layer, and gathers the other ranks' heads.
     """
 
     def __init__(self, config: Gemma4Config, layer_id: int, source: int, target: CausalLM, build: Build) -> None:
         super().__init__()
-        spec, self._ranks, self._source = config.spec(layer_id), target.build.ranks, source
-        self._window = None if spec.window is None else spec.window + LOOKBACK
+        spec, self._ranks = config.spec(layer_id), target.build.ranks
         heads = self._ranks.share(config.num_heads, "the assistant's attention heads")
-        self._heads, self._size = heads.length, spec.head_dim
+        window = None if spec.window is None else spec.window + LOOKBACK
+        self.read = TargetRead(source, heads.length, spec.head_dim, window)
+        self._stage = self._ranks.stage.of_layer(source, target.config.num_layers)
         share = heads.times(spec.head_dim)
         self.q_proj = Linear(config.hidden_size, share.length, build, config.qkv_bias, share)
         self.q_norm = make_norm(config, spec.head_dim, build)
         self.o_proj = Linear(share.total, config.hidden_size, build, config.o_bias)
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: LayerCache) -> Tensor:
-        q = rotate(self.q_norm(self.q_proj(x).view(len(x), self._heads, self._size)), self._heads, *cos_sin)
-        own = cache.attend_kept(self._source, q, 1.0, self._window)
+        read, stage = self.read, self._ranks.stage
+        q = rotate(self.q_norm(self.q_proj(x).view(len(x), read.num_heads, read.head_dim)), read.num_heads, *cos_sin)
+        if self._stage == stage.index:
+            own = cache.attend_kept(read.layer, q, 1.0, read.window)
+        else:
+            stage.send(q, self._stage)
+            own = torch.empty_like(q)
+            stage.receive(own, self._stage)
         return self.o_proj(torch.cat(tuple(self._ranks.gather(own.contiguous())), dim=1).flatten(1))  # type: ignore[no-any-return]
 
 
@@ -92,32 +99,27 @@ class Assistant(nn.Module):
     def __init__(self, config: Gemma4Config, raw: RawConfig, target: CausalLM, build: Build) -> None:
         super().__init__()
         self._device, size = build.device, config.hidden_size
-        self.target_layers = _layers_of(config, target)
         # A function, since a parameter would have to be loaded.
         self._embed = partial(F.embedding, weight=target.model.embed_tokens.weight)
         self._scale = rounded(target.hidden_size**0.5, target.build)
         self.pre_projection = Linear(2 * target.hidden_size, size, build)
         self.layers = nn.ModuleList(
             Gemma4Layer(config, layer, build, QueryAttention(config, layer, source, target, build))
-            for layer, source in enumerate(self.target_layers)
+            for layer, source in enumerate(_layers_of(config, target))
         )
+        self.target_reads = tuple(cast(QueryAttention, layer.self_attn).read for layer in self.layers)
         self.norm = make_norm(config, size, build)
         self.post_projection = Linear(size, target.hidden_size, build)
         self.lm_head = Linear(size, config.vocab_size, build)
         self.masked_embedding = Clusters(raw, config, build) if get_bool(raw, "use_ordered_embeddings") else None
-        # It drafts even beyond its own config.
         length = max(config.max_position, target.max_position) + 1
         self._rotaries, self._rotary_of = rotaries(replace(config, max_position=length), build)
 
     @classmethod
     def load(cls, path: str, target: CausalLM, build: Build) -> Assistant:
-        """Raises `CheckpointError` for another model or one for another target, and `ConfigError` for a target in
-        pipeline stages."""
+        """Raises `CheckpointError` for another model or one for another target."""
         raw = read_config(path)
         config = _config(raw, target)
-        if target.build.ranks.stage.count > 1:
-            what = "the drafter is on the first stage, and the keys that it reads are on the last"
-            raise ConfigError("pipeline_parallel_size", f"must be 1 with method assistant: {what}")
         drafter = cls(config, raw, target, build)
         # The assistant's own embedding is its head if none is stored; tokens have the target's.
         embedding = None if _HEAD in stored_tensors(path) else _HEAD
@@ -145,7 +147,7 @@ class Assistant(nn.Module):
         rows, ids = batch.positions[last], batch.next_ids[last]
         states_RE = batch.features_TF[self._tensor(last)]
         for step in range(int(batch.num_drafts.max())):
-            # The last row's entries are the last that there are; the token after it has the next position.
+            # The token after the last row has the next position.
             cache = batch.target_pages.bind(going, rows, np.arange(len(going) + 1, dtype=np.int32))
             logits_RV, states_RE = self(self._tensor(ids), states_RE, self._tensor(rows + 1), cache)
             ids = batch.choose(logits_RV, going, step, None)

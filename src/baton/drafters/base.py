@@ -114,16 +114,28 @@ class ChainDrafter(Drafter, Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class TargetRead:
+    """`num_heads`: query heads of a tensor rank."""
+
+    layer: int
+    num_heads: int
+    head_dim: int
+    window: int | None
+
+
 class TargetReader(Drafter, Protocol):
-    """A drafter that attends to the target's keys and values, and must not write them. `target_layers`: the layers."""
+    """Attends to the target's keys and values, and must not write them. `target_reads`: those of each draft, in order,
+    from each request's last row, without scale.
+    """
 
-    target_layers: Sequence[int]
+    target_reads: Sequence[TargetRead]
 
 
-def layers_read(drafter: Drafter | None) -> Sequence[int]:
+def reads_of(drafter: Drafter | None) -> Sequence[TargetRead]:
     """None for drafters other than a `TargetReader`."""
-    layers: Sequence[int] = getattr(drafter, "target_layers", ())
-    return layers
+    reads: Sequence[TargetRead] = getattr(drafter, "target_reads", ())
+    return reads
 
 
 def num_modules(drafter: Drafter | None) -> int:

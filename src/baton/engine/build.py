@@ -228,7 +228,7 @@ def _load(
     followers.answered()
     pool = kv_memory(config, whole, model.config.num_layers, model.max_position, memory, uses_shm, transports, progress)
     own = [group for group, _ in pool.parts[0]]
-    followers.send_allocation(pool, drafter.aux_layers if drafter is not None else ())
+    followers.send_allocation(pool, drafter)
     backend = get_backend(config.attention_backend, config.device)
     facts = engine_facts(config, loaded.hf_config, whole, own, model, drafter, backend, loaded.tokenizer.eos_token_ids)
     followers.answered()

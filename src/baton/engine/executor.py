@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from baton.drafters.base import TargetRead
 from baton.engine.runner import ModelRunner, TargetOutput
 from baton.engine.sampling.prompt_logprobs import prompt_logprobs
 from baton.engine.sampling.sampler import choose_tokens
@@ -139,6 +140,10 @@ class LocalExecutor:
         result = self.runner.draft(plan, output)
         self._synchronize()
         return result
+
+    @torch.inference_mode()
+    def attend_for_drafter(self, plan: DraftPlan, reads: Sequence[TargetRead]) -> None:
+        self.runner.attend_for_drafter(plan, reads)
 
     def _gathered(self, plan: DraftPlan) -> tuple[DraftPlan, Tensor]:
         """The plan as one for a single step, and the features of its rows [T, F]."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.drafters.base import ChainDrafter, DraftBatch, Drafter, layers_read, num_modules
+from baton.drafters.base import ChainDrafter, DraftBatch, Drafter, TargetRead, num_modules, reads_of
 from baton.engine.attention.base import AttentionBackend, AttnBatch
 from baton.engine.attention.paged_cache import LayerMap, PagedCache, layer_map
 from baton.engine.attention.scan import StateBatch
@@ -120,6 +120,23 @@ class ModelRunner:
         _check_drafts(drafts, plan.num_drafts.tolist(), self.model.vocab_size, _name(drafter))
         return DraftResult(drafts, mtp_hidden)
 
+    def attend_for_drafter(self, plan: DraftPlan, reads: Sequence[TargetRead]) -> None:
+        """Another stage's part of stage 0's `draft`."""
+        stage, dtype = self.model.build.ranks.stage, self.model.build.dtype
+        pages = self._target_pages(plan, DraftStates(plan))
+        own = [read for read in reads if read.layer in self._target_layers]
+        for step in range(int(plan.num_drafts.max(initial=0)) if own else 0):
+            going = np.flatnonzero(plan.num_drafts > step)
+            last = plan.rows.positions[plan.rows.query_start[1:][going] - 1]
+            cache = pages.bind(going, last, np.arange(len(going) + 1, dtype=np.int32))
+            for read in own:
+                q = torch.empty(len(going), read.num_heads, read.head_dim, dtype=dtype, device=self.device)
+                stage.receive(q, 0)
+                stage.send(cache.attend_kept(read.layer, q, 1.0, read.window), 0)
+
+    def _target_pages(self, plan: DraftPlan, states: DraftStates) -> _DraftPages:
+        return _DraftPages(self, self._target_layers, plan.rows.tables, plan.first_entry[:0], states)
+
     def _draft_batch(self, plan: DraftPlan, output: TargetOutput, states: DraftStates) -> DraftBatch:
         rows, features = plan.rows, output.features_TF
         if features is not None and len(plan.feature_rows) != features.shape[0]:
@@ -138,7 +155,7 @@ class ModelRunner:
             pages=_DraftPages(self, self._draft_layers, rows.tables, plan.first_entry, states),
             choose=choose,
             chain=plan.chain,
-            target_pages=_DraftPages(self, self._target_layers, rows.tables, plan.first_entry[:0], states),
+            target_pages=self._target_pages(plan, states),
             noise=choose.noise if constrained is None else None,
         )
 
@@ -203,5 +220,5 @@ def plan_spec(groups: Sequence[GroupSpec], drafter: Drafter | None) -> PlanSpec:
 
 
 def _groups_read(groups: Sequence[GroupSpec], drafter: Drafter | None) -> tuple[str, ...]:
-    read = set(layers_read(drafter))
+    read = {of.layer for of in reads_of(drafter)}
     return tuple(g.name for g in groups if g.owner == "target" and read & set(g.layer_ids))

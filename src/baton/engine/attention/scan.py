@@ -4,6 +4,7 @@ failure, and states that a later step may need stay.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,41 +12,59 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.step_plans import StateSlots
+from baton.engine.step_plans import IntArray, StateSlots
 from baton.errors import BatonError
 from baton.kv.geometry import NULL_PAGE
 from baton.models.layer_cache import Recurrence, ScanRows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StateBatch:
     query_start: np.ndarray
     slots: StateSlots
+
+    @functools.cached_property
+    def last_slot(self) -> int:
+        """Raises as `scan`."""
+        slots = self.slots
+        used = np.concatenate((slots.write, slots.read))
+        if np.any(slots.write <= NULL_PAGE) or used.min(initial=0) < 0:
+            raise BatonError("scan: a row's state would come from, or go to, no slot")
+        if np.unique(slots.write).size < slots.write.size or np.intersect1d(slots.write, slots.read).size:
+            raise BatonError("scan: a state would be written over another of this step")
+        if len(slots.read) != len(self.query_start) - 1 or len(slots.kept) != len(slots.write):
+            raise BatonError("scan: slots are not one for each request, and one for each kept row")
+        return int(used.max(initial=0))
 
 
 def scan(planes: Sequence[Tensor], layer: int, batch: StateBatch, recurrence: Recurrence) -> Tensor:
     """Run one layer's recurrence from and to slots of its group's `planes` [slots, layers, 1, heads, dim].
 
-    Raises `BatonError` for a slot that does not exist, is written twice, or is both read and written, and for states
-    whose shape differs from the planes'.
+    Raises `BatonError` for wrong slots, and for states whose shape differs from the planes'.
     """
-    slots, count = batch.slots, planes[0].shape[0]
-    used = np.concatenate((slots.write, slots.read))
-    if np.any(slots.write <= NULL_PAGE) or used.min(initial=0) < 0 or used.max(initial=0) >= count:
+    slots, device = batch.slots, planes[0].device
+    if batch.last_slot >= planes[0].shape[0]:
         raise BatonError("scan: a row's state would come from, or go to, no slot")
-    if np.unique(slots.write).size < slots.write.size or np.intersect1d(slots.write, slots.read).size:
-        raise BatonError("scan: a state would be written over another of this step")
-    if len(slots.read) != len(batch.query_start) - 1 or len(slots.kept) != len(slots.write):
-        raise BatonError("scan: slots are not one for each request, and one for each kept row")
-    device = planes[0].device
-    read, write = torch.from_numpy(slots.read).to(device), torch.from_numpy(slots.write).to(device)
-    begins = (read == NULL_PAGE)[:, None, None]
-    # The null slot: the request begins.
-    states = tuple(plane[read, layer, 0].masked_fill(begins, 0) for plane in planes)
+    write = _index(slots.write, device)
+    states = tuple(_read(plane[:, layer, 0], slots.read) for plane in planes)
     out, kept = recurrence(states, ScanRows(batch.query_start, slots.kept))
     for plane, values in zip(planes, kept, strict=True):
-        if values.shape != (len(write), *plane.shape[3:]):
-            raise BatonError(f"scan: states of shape {tuple(values.shape)} for {len(write)} rows of a plane")
+        if values.shape != (len(slots.write), *plane.shape[3:]):
+            raise BatonError(f"scan: states of shape {tuple(values.shape)} for {len(slots.write)} rows of a plane")
     for plane, values in zip(planes, kept, strict=True):
-        plane[write, layer, 0] = values.to(plane.dtype)
+        plane[:, layer, 0][write] = values.to(plane.dtype)
     return out
+
+
+def _read(states: Tensor, slots: IntArray) -> Tensor:
+    """Null slot: the request begins."""
+    found, begins = states[_index(slots, states.device)], slots == NULL_PAGE
+    if not begins.any():
+        return found
+    return found.masked_fill(torch.from_numpy(begins).to(states.device)[:, None, None], 0)
+
+
+def _index(slots: IntArray, device: torch.device) -> Tensor | slice:
+    """One slot gives a view: copies take as long as the recurrence."""
+    one = slice(int(slots[0]), int(slots[0]) + 1) if len(slots) == 1 else None
+    return one or torch.from_numpy(slots).to(device)

@@ -45,10 +45,9 @@ def engine_facts(
     `config.batch_invariant` adds `numerics.probe`, which all ranks compute together.
     """
     spec = config.speculative_config
-    parameter = next(model.parameters())
     facts = {
         "model.type": str(hf_config.get("model_type")),
-        "model.dtype": str(parameter.dtype).removeprefix("torch."),
+        "model.dtype": str(model.build.dtype).removeprefix("torch."),
         "model.quantization": config.quantization or "none",
         "model.weights": fingerprint(config.model),
         "model.rope": repr(
@@ -73,7 +72,7 @@ def engine_facts(
         facts["drafter.options"] = repr(sorted(spec.options.items()))
         facts["drafter.aux_layers"] = repr(tuple(drafter.aux_layers))
     if config.batch_invariant:
-        facts["numerics.probe"] = numeric_probe(model, groups, backend, parameter.device)
+        facts["numerics.probe"] = numeric_probe(model, groups, backend, model.build.device)
     return facts
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
@@ -18,6 +18,7 @@ import torch
 
 from baton.children import wait_or_kill
 from baton.directories import RunDirectory
+from baton.drafters.base import Drafter, reads_of
 from baton.engine.config import EngineConfig
 from baton.engine.memory.kv_memory import KVMemory
 from baton.engine.ranks.collective import connect_ranks
@@ -129,17 +130,18 @@ class Followers:
             self._directory.close()
             self._directory = None
 
-    def send_allocation(self, pool: KVMemory, aux_layers: Sequence[int]) -> None:
+    def send_allocation(self, pool: KVMemory, drafter: Drafter | None) -> None:
         """Call `answered` next.
 
         Raises `EngineUnavailableError`, and `ConfigError` if other processes cannot access the pages.
         """
+        aux_layers, reads = list(drafter.aux_layers) if drafter is not None else [], list(reads_of(drafter))
         for rank in range(1, self._size):
             files = None
             if pool.regions:
                 named = zip(pool.parts[rank], pool.regions[rank], strict=True)
                 files = {g.name: file_of(region) for (g, _), region in named if isinstance(region, np.ndarray)}
-            self._send(rank, Allocate(dict(pool.size.num_pages), files, list(aux_layers)))
+            self._send(rank, Allocate(dict(pool.size.num_pages), files, aux_layers, reads))
 
     def fail_after(self, error: Exception) -> EngineUnavailableError:
         """End all ranks after `error` in rank 0's part of an order. The exception names another rank as the cause if

@@ -8,6 +8,7 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
+from baton.drafters.base import TargetRead
 from baton.engine.config import EngineConfig
 from baton.engine.step_plans import DraftPlan, DraftResult, StepPlan
 
@@ -25,11 +26,12 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
 class Allocate(msgspec.Struct, frozen=True, tag="allocate"):
     """The second order. `files`: path and byte offset of each group's pages; None: the rank allocates them.
-    `aux_layers`: those of the drafter, which is on stage 0."""
+    `aux_layers`, `target_reads`: those of the drafter, which is on stage 0."""
 
     num_pages: dict[str, int]
     files: dict[str, tuple[str, int]] | None
     aux_layers: list[int]
+    target_reads: list[TargetRead]
 
 
 class Copy(msgspec.Struct, frozen=True, tag="copy"):

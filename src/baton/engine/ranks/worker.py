@@ -74,6 +74,8 @@ def serve_orders(pipe: Connection) -> None:
             case Draft(plan):
                 if drafts:
                     drafted = drafts_digest(executor.draft(plan))
+                else:
+                    executor.attend_for_drafter(plan, pages.target_reads)
             case Copy(group, source, destination):
                 executor.copy_page(group, source, destination)
             case other:

@@ -21,7 +21,7 @@ _LAYERS = {".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
 class Mixtral(CausalLM):
     @classmethod
     def parse_config(cls, raw: RawConfig) -> ModelConfig:
-        raw = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, **raw}
+        raw = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, **raw}
         fields = decoder_fields(raw, max_position_default=4096 * 32)
         if raw.get("sliding_window") is not None:
             fields["windows"] = (get_int(raw, "sliding_window"),) * fields["num_layers"]

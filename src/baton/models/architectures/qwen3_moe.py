@@ -17,7 +17,7 @@ class Qwen3Moe(CausalLM):
     @classmethod
     def parse_config(cls, raw: RawConfig) -> ModelConfig:
         bias = get_bool(raw, "attention_bias")
-        fields = decoder_fields(raw, max_position_default=32768)
+        fields = decoder_fields({"num_key_value_heads": 4, **raw}, max_position_default=32768)
         if get_bool(raw, "use_sliding_window"):
             fields["windows"] = (get_int(raw, "sliding_window", 4096),) * fields["num_layers"]
         moe = MoESpec(

@@ -56,6 +56,9 @@ class Stage:
     def layers(self, num_layers: int) -> range:
         return stage_layers(num_layers, self.index, self.count)
 
+    def of_layer(self, layer: int, num_layers: int) -> int:
+        return next(i for i in range(self.count) if layer in stage_layers(num_layers, i, self.count))
+
 
 def stage_layers(num_layers: int, index: int, count: int) -> range:
     """Equal numbers of layers, the remainder on the first stages. Raises `ConfigError` for fewer layers than stages."""

@@ -13,11 +13,13 @@ from baton.models.architectures.qwen3_moe import moe_layers
 from baton.models.config import RawConfig
 from baton.models.families.qwen_hybrid import QwenHybrid, QwenHybridConfig, hybrid_fields, qwen_experts
 
+_DEFAULTS = {"intermediate_size": 5632, "num_experts": 512, "num_experts_per_tok": 10, "num_key_value_heads": 2}
+
 
 class Qwen3Next(QwenHybrid):
     @classmethod
     def parse_config(cls, raw: RawConfig) -> QwenHybridConfig:
-        raw = {"intermediate_size": 5632, "num_experts": 512, "num_experts_per_tok": 10, **raw}
+        raw = {**_DEFAULTS, **raw}
         fields = hybrid_fields(raw)
         layers = moe_layers(raw, fields["num_layers"]) if raw["num_experts"] else ()
         return QwenHybridConfig(**fields, moe=qwen_experts(raw, layers) if any(layers) else None)
