@@ -167,6 +167,8 @@ class ScheduledEngine:
             self.first_tokens[new.req_id] = (new.num_computed_tokens, count)
         cached = scheduled.scheduled_cached_reqs
         for name, more in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if name in cached.resumed_req_ids:
+                self.blocks[name] = [[] for _ in self.blocks[name]]
             for table, blocks in zip(self.blocks[name], more or (), strict=False):
                 table += blocks
 
