@@ -180,6 +180,16 @@ def test_values_beyond_what_clocks_and_counts_can_be(arguments: list[str], capsy
     assert last.endswith(" [config]")
 
 
+def test_a_directory_without_a_checkpoint_ends_with_the_status_that_errors_md_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Service managers start a process with this status not again: files do not come by themselves."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", str(tmp_path), "--port", "0"])
+    assert ended.value.code == 2
+    assert "tokenizer.json: no such file [checkpoint]" in capsys.readouterr().err
+
+
 def test_underscores_are_dashes_in_flags_alone() -> None:
     given = ["generate", "my_model", "--max_tokens=1", "--dtype", "a_b", "--", "--a_b"]
     assert cli.with_dashes(given) == ["generate", "my_model", "--max-tokens=1", "--dtype", "a_b", "--", "--a_b"]

@@ -264,6 +264,19 @@ def test_a_signal_while_loading_ends_the_process(directory: str) -> None:
     assert child.wait(LIMIT_S) == 128 + signal.SIGTERM
 
 
+def test_a_server_needs_no_standard_streams(directory: str) -> None:
+    """As a daemon may start it: `baton serve ... <&- >&- 2>&-`."""
+    read, write = os.pipe()
+    command = [*FAKE, "serve", directory, "--port", "0", "--ready-fd", str(write)]
+    child = subprocess.Popen(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "-", *command], pass_fds=(write,))
+    os.close(write)
+    with os.fdopen(read) as reports:
+        assert any('"ready"' in line for line in reports)
+    assert {os.readlink(f"/proc/{child.pid}/fd/{number}") for number in range(3)} == {"/dev/null"}
+    child.terminate()
+    assert child.wait(LIMIT_S) == 0
+
+
 @pytest.mark.parametrize(
     ("given", "spins"),
     [({}, "20000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],

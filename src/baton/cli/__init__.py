@@ -25,10 +25,9 @@ from baton.cli.verify import verify_command
 from baton.cli.watch import status_command, top_command
 from baton.deployment.processes import CONFIG_STATUS
 from baton.error_help import CODE_BY_ERROR, code_of
-from baton.errors import BatonError, ConfigError, RequestError
+from baton.errors import BatonError, CheckpointError, ConfigError, RequestError
 
-# Polls of a GNU OpenMP thread before it sleeps: longer than the pauses within a step, too short to slow down other
-# processes. The default takes milliseconds.
+# Polls of a GNU OpenMP thread before it sleeps: longer than pauses within a step, too short to slow other processes.
 _SPIN_COUNT = 20_000
 
 # typer contains or requires click, depending on its version.
@@ -112,6 +111,13 @@ def _print_usage_error(error: Any) -> None:
     _print_error(text, CODE_BY_ERROR[ConfigError])
 
 
+def _open_standard_streams() -> None:
+    """On /dev/null, if closed: sockets would get their numbers."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+
+
 def _end_on_hangup() -> None:
     """As SIGTERM, except under `nohup`."""
     if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
@@ -119,8 +125,9 @@ def _end_on_hangup() -> None:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    """Exit status: 2 for a bad setting or request, 1 for any other Baton error."""
+    """Exit status: 2 for a bad setting, checkpoint or request, 1 for other Baton errors."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    _open_standard_streams()
     _end_on_hangup()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -138,4 +145,6 @@ def main(given: Sequence[str] | None = None) -> None:
         raise SystemExit(error.exit_code) from None
     except BatonError as error:
         _print_error(str(error), code_of(error))
-        raise SystemExit(CONFIG_STATUS if isinstance(error, ConfigError | RequestError) else 1) from None
+        raise SystemExit(
+            CONFIG_STATUS if isinstance(error, ConfigError | CheckpointError | RequestError) else 1
+        ) from None

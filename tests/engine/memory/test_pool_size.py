@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import baton.engine.memory.pool_size as pool_size_module
 from baton import LLM, SamplingParams
 from baton.engine.config import EngineConfig, parse_size
+from baton.engine.memory.group_memory import GroupMemory
 from baton.engine.memory.pool_size import MIN_POOL_BYTES, Demand, Memory, PoolSize, pool_size
 from baton.errors import ConfigError
 from baton.kv.spec import GroupSpec, PlaneSpec, kv_planes
@@ -171,6 +173,11 @@ def test_a_cgroups_limit_holds_and_files_that_were_read_take_no_memory_of_it(
     assert pool_size_module._host_free(tmp_path / "cgroup", own) == 7_100_000
     (group / limit).write_text("max\n")
     assert pool_size_module._host_free(tmp_path / "cgroup", own) > 7_100_000
+
+
+def test_pages_that_cannot_be_allocated_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"^kv_cache_memory: needs \d+ bytes for kv, which cannot be allocated: "):
+        GroupMemory.zeros(group("kv"), 1 << 36, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def checkpoint_directory(model: str, revision: str | None = None, field: str = "
     import huggingface_hub
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         disable_progress_bars()
     try:
         return str(

@@ -42,7 +42,7 @@ def show_loading(step: str, progress: Callable[[str], None], shows: bool = True)
 
 
 def _has_bar() -> bool:
-    return sys.stderr.isatty() and not os.environ.get("TQDM_DISABLE")
+    return sys.stderr is not None and sys.stderr.isatty() and not os.environ.get("TQDM_DISABLE")
 
 
 class _Lines:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from baton.errors import ConfigError
 from baton.kv.spec import GroupSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupMemory:
     """`pages` uint8 [num_pages, page_bytes]. `planes`, in the spec's order: views [num_pages, num_layers, page_size,
-    num_heads, head_dim]. `kv`: keys and values as one view [num_pages, num_layers, 2, page_size, G, D], None for other
-    groups.
+    num_heads, head_dim]. `kv`: keys and values as one view [num_pages, num_layers, 2, page_size, G, D], or None.
     """
 
     spec: GroupSpec
@@ -42,4 +42,10 @@ class GroupMemory:
 
     @classmethod
     def zeros(cls, spec: GroupSpec, num_pages: int, device: torch.device) -> GroupMemory:
-        return cls.over(spec, torch.zeros(num_pages, spec.page_bytes, dtype=torch.uint8, device=device))
+        """Raises `ConfigError`."""
+        try:
+            pages = torch.zeros(num_pages, spec.page_bytes, dtype=torch.uint8, device=device)
+        except RuntimeError as error:
+            what = f"needs {num_pages * spec.page_bytes} bytes for {spec.name}, which cannot be allocated: {error}"
+            raise ConfigError("kv_cache_memory", what) from None
+        return cls.over(spec, pages)
