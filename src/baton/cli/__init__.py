@@ -125,7 +125,7 @@ def _end_on_hangup() -> None:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    """Exit status: 2 for a bad setting, checkpoint or request, 1 for other Baton errors."""
+    """Exit status: 2 for a bad setting, checkpoint or request, else 1."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     _open_standard_streams()
     _end_on_hangup()
