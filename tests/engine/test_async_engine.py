@@ -14,6 +14,7 @@ from baton.engine import async_engine
 from baton.engine.async_engine import AsyncEngine
 from baton.engine.config import EngineConfig, KVTransferConfig
 from baton.engine.request import Request
+from baton.engine.runner import ModelRunner
 from baton.errors import EngineUnavailableError, OverloadedError
 from baton.handoff.protocol.ticket import load_or_create_key
 from baton.sampling_params import SamplingParams
@@ -45,6 +46,21 @@ async def test_the_death_of_the_engine_thread_is_told(tmp_path: Path, monkeypatc
         await asyncio.wait_for(asyncio.to_thread(thread_of(agent).join), 60.0)
     finally:
         engine.close()
+
+
+def test_an_engine_whose_first_request_fails_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it can compute others."""
+    calls, forward = [0], ModelRunner.forward
+
+    def fail_once(self: ModelRunner, *arguments: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 1:
+            raise RuntimeError("out of luck")
+        return forward(self, *arguments)
+
+    monkeypatch.setattr(ModelRunner, "forward", fail_once)
+    with pytest.raises(EngineUnavailableError, match="first request failed"):
+        AsyncEngine(EngineConfig(model=TARGET))
 
 
 async def test_no_request_waits_for_a_thread_that_died_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,9 +199,13 @@ class AsyncEngine:
         wire = GenerateRequest(request_id="warm-up", prompt_token_ids=[0], sampling_params=params)
         if not core.cache.fits(3):
             return
-        core.add(make_request(self._engine, wire))
+        request = make_request(self._engine, wire)
+        core.add(request)
         while core.requests:
             core.step()
+        if request.finish_reason == "error":
+            self._engine.close()
+            raise EngineUnavailableError("the engine's first request failed; the log has the cause")
         core.forget_metrics()
 
     def _emit(self, chunk: TokenChunk, last: bool) -> None:
