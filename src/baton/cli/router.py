@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import gc
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -106,20 +107,24 @@ def _run_workers(
     table = LoadTable(len(listeners))
     with contextlib.closing(RunDirectory("router-")) as directory:
 
-        def run_worker(number: int, ready: Callable[[], None]) -> None:
+        def run_worker(number: int, alive: Callable[[], None]) -> None:
             worker = RouterProcess(number, len(listeners), directory.path, WorkerLoads(table, number))
             own = dataclasses.replace(config, worker=worker)
             for other, listener in enumerate(listeners):
                 if other != number:
                     listener.close()  # or this process would get connections that it never accepts
-            event_loop.run(
-                serve_router(own, listeners[number], lambda _: ready(), shutdown_timeout_s=shutdown_timeout_s)
-            )
+            begin = functools.partial(_each_second, alive)
+            event_loop.run(serve_router(own, listeners[number], begin, shutdown_timeout_s=shutdown_timeout_s))
 
         scheme = "http" if config.access.tls() is None else "https"
         WorkerProcesses(len(listeners), run_worker, table.clear).run(
             lambda: on_ready(f"{scheme}:{url_of(listeners[0]).partition(':')[2]}")
         )
+
+
+def _each_second(call: Callable[[], None], url: str) -> None:
+    call()
+    asyncio.get_running_loop().call_later(1.0, _each_second, call, url)
 
 
 async def serve_router(
@@ -134,7 +139,7 @@ async def serve_router(
     from baton.router import build_app
 
     app = await build_app(config)
-    # Modules are never garbage. To look for it there stops all streams for 20 ms.
+    # To look for garbage in modules stops all streams for 20 ms.
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG_OBJECTS)

@@ -29,17 +29,25 @@ def test_all_serve_and_end_with_sigterm() -> None:
     assert sorted(ended) == [0, 1, 2]
 
 
-def test_one_that_ends_is_replaced(tmp_path: Path) -> None:
-    def serve(number: int, ready: Callable[[], None]) -> None:
-        (tmp_path / str(os.getpid())).touch()
-        if len(list(tmp_path.iterdir())) == 1:
-            return  # the first of all
-        serve_until_sigterm(number, ready)
+@pytest.mark.parametrize("number", [0, signal.SIGKILL, signal.SIGSTOP], ids=["ends", "killed", "stopped"])
+@pytest.mark.parametrize("num", [1, 2])
+def test_one_that_served_is_replaced_however_young(tmp_path: Path, number: int, num: int) -> None:
+    def serve(which: int, alive: Callable[[], None]) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        alive()
+        if which == 0 and (tmp_path / "first").exists():
+            os.kill(os.getppid(), signal.SIGTERM)
+        elif which == 0:
+            (tmp_path / "first").touch()
+            if not number:
+                return
+            os.kill(os.getpid(), number)
+        while signal.sigtimedwait({signal.SIGTERM}, 0.05) is None:
+            alive()
 
     ended: list[int] = []
-    workers = WorkerProcesses(1, serve, ended.append, young_s=0.0)
-    workers.run(lambda: os.kill(os.getpid(), signal.SIGTERM))
-    assert ended == [0, 0]
+    WorkerProcesses(num, serve, ended.append, silent_s=0.5).run(lambda: None)
+    assert sorted(ended) == [0, *range(num)]
 
 
 def test_one_that_ends_at_once_ends_all() -> None:
@@ -48,5 +56,5 @@ def test_one_that_ends_at_once_ends_all() -> None:
             raise BatonError("it cannot serve")
         serve_until_sigterm(number, ready)
 
-    with pytest.raises(BatonError, match="router process 1 ended with 1 soon after its start"):
+    with pytest.raises(BatonError, match="router process 1 ended with 1 before it was ready"):
         WorkerProcesses(2, serve).run(lambda: None)
