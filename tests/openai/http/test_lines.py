@@ -51,9 +51,35 @@ async def test_lines_end_at_line_feeds_alone(place: int) -> None:
     assert await lines_of(TEXT[:place], TEXT[place:]) == (expected, False)
 
 
-async def test_a_line_without_an_end_is_told() -> None:
-    assert await lines_of(b"a\nb", b"c") == ([b"a", b"bc"], True)
+async def test_a_line_without_an_end_is_told_and_not_read() -> None:
+    assert await lines_of(b"a\nb", b"c") == ([b"a"], True)
     assert await lines_of() == ([], False)
+
+
+async def test_a_long_line_is_not_copied_with_each_of_its_packets() -> None:
+    class Packet(bytes):
+        def __radd__(self, other: bytes) -> bytes:
+            assert isinstance(other, bytearray), "all before it is copied"
+            return NotImplemented
+
+    stream = content()
+    reader = LineReader(stream, 64)
+    for packet in (b"aa", b"bb", b"cc\nd", b"d", b"\n"):
+        stream.feed_data(Packet(packet))
+    assert await reader.next() == [b"aabbcc", b"dd"]
+
+
+async def test_nothing_is_taken_after_the_end() -> None:
+    stream = content()
+    reader = LineReader(stream, 64)
+    taken = list[bytes]()
+    reader.take = lambda line: bool(taken.append(line)) or True
+    dropping = asyncio.create_task(reader.read_to_end(64))
+    await asyncio.sleep(0)
+    stream.feed_data(b"a\n")
+    stream.feed_eof()
+    await dropping
+    assert taken == []
 
 
 @pytest.mark.parametrize("packets", [(b"a\n" + b"b" * 9,), (b"bbbb", b"bbbbb"), (b"b" * 9 + b"\n",)])
@@ -120,9 +146,7 @@ async def test_lines_before_an_error_are_read() -> None:
 
 
 async def test_the_end_of_a_response_is_not_that_of_the_next_one() -> None:
-    """aiohttp closes the content of a response that was read to its end when it is released, by which time another one
-    may use the connection.
-    """
+    """aiohttp closes the content of a response when it is released, by which time another may use the connection."""
     protocol = connection()
     first = content(protocol)
     LineReader(first, 64)

@@ -1,4 +1,4 @@
-"""What leaves a socket at once: each additional packet costs an event loop iteration before the first token."""
+"""What leaves a socket at once."""
 
 from __future__ import annotations
 

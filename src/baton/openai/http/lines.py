@@ -16,24 +16,23 @@ _READER = "baton_line_reader"
 
 
 class LineReader:
-    """Reads lines of at most `max_bytes` from `content`, without blank ones. `is_cut`: the last line had no end.
+    """Reads lines of at most `max_bytes` from `content`, without blank ones and one that `is_cut` at the end.
 
     While `next` waits, a line goes to `take` first, as it arrives, and is not returned if that returns True. aiohttp's
-    own readers wake a task for each packet, which costs more than all else that a token needs.
+    own readers wake a task for each packet.
     """
 
     def __init__(self, content: StreamReader, max_bytes: int) -> None:
         self.content, self._max = content, max_bytes
-        self._rest, self._lines = b"", list[bytes]()
+        self._begun, self._lines = bytearray(), list[bytes]()
         self._waiter: asyncio.Future[None] | None = None
         self._error = content.exception()
-        self._ended = content.is_eof()
+        self.ended = content.is_eof()
         self._num_left: int | None = None
         self.take: Callable[[bytes], bool] | None = None
-        self.is_cut = False
         if self._error is None:
             self.feed(content.read_nowait())
-        if not self._ended and self._error is None:
+        if not self.ended and self._error is None:
             cast(Any, content).__class__ = _PassedOn
             setattr(content._protocol, _READER, self)
 
@@ -45,10 +44,8 @@ class LineReader:
         while not self._lines:
             if self._error is not None:
                 raise self._error
-            if self._ended:
-                rest, self._rest = self._rest, b""
-                self.is_cut = self.is_cut or bool(rest)
-                return [rest] if rest else []
+            if self.ended:
+                return []
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         lines, self._lines = self._lines, []
@@ -56,9 +53,13 @@ class LineReader:
 
     async def read_to_end(self, limit: int) -> None:
         """Raises `ProtocolError` above `limit` bytes, and the errors of `next`."""
-        self._num_left = limit
+        self._num_left, self.take = limit, None
         while await self.next():
             pass
+
+    @property
+    def is_cut(self) -> bool:
+        return self.ended and bool(self._begun)
 
     def feed(self, data: bytes) -> None:
         if self._num_left is not None:
@@ -67,13 +68,18 @@ class LineReader:
                 self.fail(ProtocolError("the answer is larger than it may be"))
                 return
         end, whole = data.find(b"\n"), len(data)
-        if 0 < end >= whole - 2 and not self._rest and data[-1] == _LINE_FEED and end <= self._max:
+        if 0 < end >= whole - 2 and not self._begun and data[-1] == _LINE_FEED and end <= self._max:
             lines = [data[:end]]
         else:
-            whole += len(self._rest)
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            if whole > self._max and max(map(len, (self._rest, *lines))) > self._max:
-                self.fail(LineTooLong(max((self._rest, *lines), key=len)[:_SHOWN] + b"...", self._max))
+            lines = []
+            self._begun += data
+            whole = len(self._begun)
+            if end >= 0:
+                *lines, rest = bytes(self._begun).split(b"\n")
+                self._begun = bytearray(rest)
+            if whole > self._max and max(map(len, (self._begun, *lines))) > self._max:
+                longest = bytes(max((self._begun, *lines), key=len)[:_SHOWN])
+                self.fail(LineTooLong(longest + b"...", self._max))
                 return
         try:
             for line in lines:
@@ -85,7 +91,7 @@ class LineReader:
             self._wake()
 
     def feed_end(self) -> None:
-        self._ended = True
+        self.ended = True
         self._leave()
 
     def fail(self, error: BaseException) -> None:

@@ -32,6 +32,7 @@ from baton.openai.http.tracing import TRACE
 from baton.router.clients.address import split_rank
 from baton.router.leg_tasks import Chunks
 from baton.router.timers import RouterTimers
+from baton.timeouts import timeout as time_limit
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, PromptIds, TokenChunk
 
 _MAX_LINE_BYTES = 2**20
@@ -40,6 +41,7 @@ _SCORE_BYTES = 80
 _MAX_ASK_BYTES = 2**20
 _MAX_METRICS_BYTES = 2**24
 _PIECE_BYTES = 2**16
+_END_S = 0.5
 _CHUNKS = msgspec.json.Decoder(TokenChunk)
 # Errors of connecting while this process has no descriptor, port or memory left.
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL)
@@ -163,19 +165,26 @@ class BatonClient(EngineClient):
             reader = LineReader(response.content, line_bytes)
             while lines := await reader.next():
                 for line in lines:
-                    if reader.is_cut:
-                        raise EngineLostError(f"engine {self.url} went away in mid-stream")
                     chunk = _CHUNKS.decode(line)
                     if chunk.finish_reason is not None:
-                        # So that the connection can be reused.
                         await reader.read_to_end(_MAX_ASK_BYTES)
                         yield chunk
                         return
                     if (take := (yield chunk)) is not None:
                         reader.take = functools.partial(_take_line, take)
+            if reader.is_cut:
+                raise EngineLostError(f"engine {self.url} went away in mid-stream")
 
     async def _ask(self, path: str, kind: type[T]) -> T:
         return decode_answer(await self._get(path, _MAX_ASK_BYTES), kind, f"{self.url} is not a Baton engine")
+
+
+async def finish(reader: LineReader) -> None:
+    """So that the connection can be reused: uvicorn ends a response in another packet."""
+    if not reader.ended:
+        with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, BatonError, OSError):
+            async with time_limit(_END_S):
+                await reader.read_to_end(_MAX_ASK_BYTES)
 
 
 def _take_line(take: Take, line: bytes) -> bool:

@@ -13,7 +13,7 @@ import msgspec
 from baton.errors import REASONS, EngineLostError, HandoffError, ProtocolError, RequestError
 from baton.openai.answers import decode_answer
 from baton.openai.http.lines import LineReader
-from baton.router.clients.engine_client import EngineClient
+from baton.router.clients.engine_client import EngineClient, finish
 from baton.router.leg_tasks import Chunks
 from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingParams, TokenId
@@ -150,6 +150,7 @@ class SglangClient(EngineClient):
                 for line in lines:
                     data = line.strip().removeprefix(_EVENT).lstrip()
                     if data == _DONE:
+                        await finish(reader)
                         return
                     if not data:
                         continue
@@ -158,6 +159,10 @@ class SglangClient(EngineClient):
                     sent += len(chunk.token_ids)
                     if first_only and left > 1 and chunk.finish_reason == "length":
                         chunk = msgspec.structs.replace(chunk, finish_reason=None)
+                    if chunk.finish_reason is not None:
+                        await finish(reader)
+                        yield chunk
+                        return
                     yield chunk
         raise EngineLostError(f"engine {self.url} went away in mid-stream")
 

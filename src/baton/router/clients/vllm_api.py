@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast, get_args
 
 import msgspec
 
@@ -10,6 +10,7 @@ from baton.openai.answers import Choice, token_id
 from baton.sampling_params import SamplingDefaults, SamplingParams
 from baton.wire import FinishReason, GenerateRequest, LegTimings, NumDrafts, TokenChunk, TokenLogprobs
 
+_REASONS = get_args(FinishReason)
 # vLLM's seeds are signed.
 _SEED_BITS = 63
 # Far above the number of samples per prompt, so no two share a seed, even after a resume.
@@ -126,7 +127,9 @@ def to_chunk(request: GenerateRequest, choice: Choice, position: int) -> TokenCh
     Raises `ValueError` if logprobs do not fit the tokens, or for an unknown finish reason.
     """
     tokens = choice.token_ids or []
-    reason = msgspec.convert(choice.finish_reason, FinishReason | None)
+    if choice.finish_reason not in (None, *_REASONS):
+        raise ValueError("an unknown finish reason")
+    reason = cast("FinishReason | None", choice.finish_reason)
     logprobs = None
     if choice.logprobs is not None and tokens:
         num_top = request.sampling_params.logprobs or 0

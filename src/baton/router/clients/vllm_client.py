@@ -20,7 +20,7 @@ from baton.errors import BatonError, EngineLostError, EngineUnavailableError, In
 from baton.openai.answers import Completion, Model, Models, decode_answer
 from baton.openai.client import convert_errors, read_body, read_samples
 from baton.openai.http.lines import LineReader
-from baton.router.clients.engine_client import EngineClient, error_of_response
+from baton.router.clients.engine_client import EngineClient, error_of_response, finish
 from baton.router.clients.vllm_api import completion_body, render_bodies, rendered_defaults, to_chunk, with_metrics
 from baton.router.clients.vllm_events import LegEvents, without_finish
 from baton.router.leg_tasks import Chunks
@@ -225,6 +225,8 @@ class VllmClient(EngineClient):
                 for line in lines:
                     if (chunk := events.read(line)) is not None and (take := (yield chunk)) is not None:
                         reader.take = functools.partial(events.take, take)
+            if events.done:
+                await finish(reader)
             last = events.last
             if last is not None and (last.finish_reason is not None or last.timings is not None):
                 yield last
