@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-# It costs less CPU per event than asyncio's own loop.
+# It costs less CPU than asyncio's own.
 try:
     import uvloop
 except ImportError:  # not built for this platform

@@ -66,6 +66,7 @@ _RANGES = {
     "frequency_penalty": (-2.0, 2.0),
     "repetition_penalty": (0.01, 100.0),
 }
+_RULES = {param: f"between {low:g} and {high:g}" for param, (low, high) in _RANGES.items()}
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -113,7 +114,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         need(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "between 0 and max_tokens")
         for param, (low, high) in _RANGES.items():
             # NaN fails the comparison.
-            need(low <= getattr(self, param) <= high, param, f"between {low:g} and {high:g}")
+            need(low <= getattr(self, param) <= high, param, _RULES[param])
         need(0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]")
         need(-1 <= self.top_k <= MAX_TOKEN_ID, "top_k", f"-1, 0 (all) or at most {MAX_TOKEN_ID}")
         need(self.seed is None or -(2**63) <= self.seed <= MAX_WORD, "seed", "between -2**63 and 2**64 - 1")

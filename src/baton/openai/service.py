@@ -20,7 +20,7 @@ from baton.openai.output import ChoiceOutput, Delta
 from baton.openai.plan import Plan, check_model
 from baton.openai.records import SequenceRecord
 from baton.openai.request_metrics import NO_METRICS, PerRequestMetrics
-from baton.openai.streams import ChoiceSequence, ShortCut, StartedStream
+from baton.openai.streams import ChoiceSequence, LastEvents, ShortCut, StartedStream
 from baton.openai.structured import with_field_name
 from baton.openai.tokens import detokenize, tokenize
 from baton.openai.tools import NO_PARSING, Parsing
@@ -126,7 +126,8 @@ class OpenAIService:
     ) -> AsyncGenerator[bytes, None]:
         begun: set[int] = set()
         plain: dict[int, fmt.PlainEvents] = {}
-        counts = [0] * len(outputs)
+        counts, num_running = [0] * len(outputs), len(outputs)
+        last = b""
         wants_tokens = plan.return_token_ids or plan.requests[0].sampling_params.logprobs is not None
         is_plain = not wants_tokens and plan.reader is None and not plan.continuous_usage
         try:
@@ -146,15 +147,19 @@ class OpenAIService:
                         if short_cut is not None:
                             short_cut.plain = plain[index]
                     begun.add(index)
-                    yield fmt.encode_event(event)
+                    num_running -= delta.finish_reason is not None
+                    if num_running:
+                        yield fmt.encode_event(event)
+                    else:
+                        last = fmt.encode_event(event)
         except Exception as error:
             if not begun:
                 raise
-            yield b"data: " + to_api_error(error).body() + b"\n\n"
+            last += b"data: " + to_api_error(error).body() + b"\n\n"
         else:
             if plan.include_usage:
-                yield fmt.encode_event(self._with_metrics(fmt.streamed_usage(plan, outputs), plan, outputs))
-        yield b"data: [DONE]\n\n"
+                last += fmt.encode_event(self._with_metrics(fmt.streamed_usage(plan, outputs), plan, outputs))
+        yield LastEvents(last + b"data: [DONE]\n\n")
 
     def _with_metrics(self, body: dict[str, object], plan: Plan, outputs: Sequence[ChoiceOutput]) -> dict[str, object]:
         metrics = self._per_request.of(plan, outputs)

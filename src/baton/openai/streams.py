@@ -24,6 +24,10 @@ class ShortCut:
         self.plain: PlainEvents | None = None
 
 
+class LastEvents(bytes):
+    """The end of a stream, in one packet."""
+
+
 class ChoiceSequence:
     def __init__(self, output: ChoiceOutput, record: SequenceRecord, short_cut: ShortCut | None) -> None:
         self._output, self._record, self._short_cut = output, record, short_cut

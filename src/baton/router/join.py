@@ -144,7 +144,7 @@ async def join_legs(
                 elif (failure := _prefill_failure(item, decoding, notices)) is not None:
                     raise failure
                 else:
-                    ended.add(leg)  # nothing is left to drain after the request
+                    ended.add(leg)
             elif isinstance(item, TokenChunk):
                 decoding = True
                 if item.finish_reason == "abort":
@@ -158,12 +158,13 @@ async def join_legs(
                 raise _failure(leg, item)
     finally:
         items.direct = None
-        if drained is not None:
-            drain(rest_of_leg(drained, tasks[drained], items, drained in ended))
-        ending = [task for leg, task in tasks.items() if leg != drained]
-        for task in ending:
+        running = {leg: task for leg, task in tasks.items() if not task.done()}
+        if drained is not None and (rest := running.pop(drained, None)) is not None:
+            drain(rest_of_leg(drained, rest, items, drained in ended))
+        for task in running.values():
             task.cancel()
-        await asyncio.gather(*ending, return_exceptions=True)
+        if running:
+            await asyncio.gather(*running.values(), return_exceptions=True)
 
 
 def _prefill_failure(error: BaseException | None, decoding: bool, notices: bool) -> BaseException | None:

@@ -22,7 +22,7 @@ LegItem = tuple[LegRole, TokenChunk | BaseException | None]  # None: the leg has
 
 
 class LegItems:
-    """A queue for one reader, at half the cost of asyncio's. `direct` gets the decode leg's chunks while the reader
+    """A queue for one reader. `direct` gets the decode leg's chunks while the reader
     waits for them and has read all others.
     """
 
@@ -50,9 +50,7 @@ class LegItems:
 
 
 class LegWatch:
-    """Accompanies one leg in its task, cheaper than a generator around it. An error of `begin` or `on_chunk` fails the
-    leg.
-    """
+    """Accompanies one leg. An error of `begin` or `on_chunk` fails it."""
 
     async def begin(self) -> None:
         """Called before the leg's request is sent."""

@@ -171,7 +171,6 @@ class _TracedLeg(LegWatch):
     _leg: LegTrace | None = None
 
     async def begin(self) -> None:
-        # Runs in the leg's task.
         self._leg = self.trace.begin_leg(self.role, self.engine.name, self.engine.url, self.alone, self.mode)
         given = TRACE.get()
         TRACE.set(Trace(self._leg.span.traceparent, None if given is None else given.tracestate))

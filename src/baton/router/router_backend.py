@@ -272,8 +272,8 @@ class RouterBackend:
         finally:
             self.num_active_handoffs -= 1
             self.handoffs[outcome] += 1
-            if legs.on_end is not None:
-                self._run_in_background(functools.partial(legs.on_end, outcome), self.pool.timers.tell)
+            if legs.on_end is not None and (telling := legs.on_end(outcome)) is not None:
+                self._run_in_background(telling, self.pool.timers.tell)
 
     @contextlib.asynccontextmanager
     async def _joining(
@@ -317,19 +317,20 @@ class RouterBackend:
             async with contextlib.aclosing(leg):
                 await _exhaust(leg)
 
-        self._run_in_background(drain, self.pool.timers.drain)
+        self._run_in_background(drain(), self.pool.timers.drain)
 
-    def _run_in_background(self, work: Callable[[], Coroutine[Any, Any, None]], limit_s: float) -> None:
+    def _run_in_background(self, work: Coroutine[Any, Any, object], limit_s: float) -> None:
         """Ignores failures and timeouts."""
 
         async def bounded() -> None:
             with contextlib.suppress(BatonError, asyncio.TimeoutError):
                 async with timeout(limit_s):
-                    await work()
+                    await work
 
         task = asyncio.create_task(bounded())
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        task.add_done_callback(lambda _: work.close())  # it may not have begun
 
 
 def _next_recovery(failed: LegFailed, any_sent: bool) -> Recovery | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -21,10 +21,11 @@ from aiohttp.http import StreamWriter
 from baton.openai import FrontMetrics
 from baton.openai.http import serving
 from baton.openai.http.access import OPEN, Access
-from baton.openai.http.app import json_response, new_app
+from baton.openai.http.app import DRAIN, json_response, new_app, send_answer
 from baton.openai.http.connections import ClientConnection, Stream, WriteBacklog
 from baton.openai.http.limits import HttpLimits
 from baton.openai.http.serving import bind, url_of
+from baton.openai.streams import LastEvents
 from baton.router import RouterConfig
 from baton.router import build_app as build_router
 from baton.server import build_app
@@ -213,3 +214,24 @@ async def test_whole_answers_that_nobody_reads_are_cut_off_too(close: bool, read
             reader.ask("/large")
         await until(lambda: sockets and sockets[0].fileno() == -1)
         assert len(sockets) == 1
+
+
+async def test_a_shutdown_adds_nothing_to_an_answer_that_has_ended() -> None:
+    """Its client has yet to read it."""
+    app = new_app(FrontMetrics())
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield LastEvents(b"x" * 2**21)
+
+    async def big(request: web.Request) -> web.StreamResponse:
+        return await send_answer(request, events())
+
+    app.router.add_get("/big", big)
+    async with narrow(app) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(b"GET /big HTTP/1.1\r\nHost: a\r\n\r\n")
+        await reader.readuntil(b"x")
+        app[DRAIN].end()
+        answer = await asyncio.wait_for(reader.read(), LIMIT_S)
+        writer.close()
+    assert answer.endswith(b"x\r\n0\r\n\r\n")

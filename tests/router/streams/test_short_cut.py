@@ -1,6 +1,4 @@
-"""Plain tokens go from an engine's connection to the client's without waking a task. Whatever happens meanwhile, the
-client gets the same stream as without this.
-"""
+"""Plain tokens that take the short cut, and whatever happens meanwhile."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from baton.openai.http.metrics import FrontMetrics, RowCollector, exposition_tex
 from baton.openai.http.tracing import TRACE, trace_of
 from baton.openai.messages import error_body
 from baton.openai.records import log_refusal
-from baton.openai.streams import StartedStream
+from baton.openai.streams import LastEvents, StartedStream
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -171,13 +171,15 @@ async def send_answer(
         response = Stream(headers=headers)
         await response.prepare(request)
         short_cut = answer.short_cut if isinstance(answer, StartedStream) else None
+        ends = False
         try:
             async for event in events:
-                await response.send(request, event)
+                ends = isinstance(event, LastEvents)
+                await response.send(request, event, ends)
                 if short_cut is not None:
                     short_cut.write = response.send_more
         except asyncio.CancelledError:
-            if not request.app[DRAIN].ended:
+            if ends or not request.app[DRAIN].ended:
                 raise
             await response.send(request, ended(_shutting_down()))
         await response.write_eof()

@@ -86,10 +86,10 @@ class ClientConnection(web.RequestHandler):
         self._sending = self.tls or self._open
         self._head_timer = self._loop.call_later(self._limits.head_s, self._head_is_late)
 
-    async def send(self, writer: StreamWriter, data: bytes) -> None:
-        """Does not wait. Raises `ConnectionResetError`."""
+    async def send(self, writer: StreamWriter, data: bytes, ends: bool = False) -> None:
+        """Does not wait, unless the response `ends`. Raises `ConnectionResetError`."""
         before = self._check_unread()
-        await writer.write(data, drain=False)
+        await (writer.write_eof(data) if ends else writer.write(data, drain=False))
         self._note_sent(before)
 
     def send_raw(self, data: bytes) -> None:
@@ -231,16 +231,15 @@ class ClientConnection(web.RequestHandler):
 
 
 class Stream(web.StreamResponse):
-    """Parts are sent when they are made, not when they are read. The headers share the first part's packet: each packet
-    costs the reader one iteration of its event loop."""
+    """Parts are sent when they are made, not when they are read. The headers share the first part's packet."""
 
     _send_headers_immediately = False  # an attribute of aiohttp's `Response`; older versions ignore it
     _to: ClientConnection | None = None
     _has_chunks = False
 
-    async def send(self, request: web.Request, data: bytes) -> None:
+    async def send(self, request: web.Request, data: bytes, ends: bool = False) -> None:
         """Raises the errors of `ClientConnection.send`."""
-        if self._to is not None:
+        if self._to is not None and not ends:
             self.send_more(data)
             return
         if not self.prepared:
@@ -248,7 +247,7 @@ class Stream(web.StreamResponse):
         writer, connection = request.writer, request.protocol
         assert isinstance(writer, StreamWriter)
         assert isinstance(connection, ClientConnection)
-        await connection.send(writer, data)
+        await connection.send(writer, data, ends)
         self._to, self._has_chunks = connection, writer.chunked
 
     def send_more(self, data: bytes) -> None:

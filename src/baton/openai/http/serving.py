@@ -24,7 +24,7 @@ from baton.openai.http.limits import HttpLimits
 
 logger = logging.getLogger(__name__)
 
-# Service managers usually allow 30 s between SIGTERM and SIGKILL.
+# Service managers usually allow 30 s.
 SHUTDOWN_TIMEOUT_S = 20.0
 _GOODBYE_S = 2.0
 # SIGTERMs closer than this count as one: `timeout` and shells signal a process and its group.

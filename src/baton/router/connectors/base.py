@@ -47,13 +47,13 @@ class ConnectorConfig:
 class Legs:
     """The legs of one attempt: both, or either. `notices`: the decode engine recovers from a lost prefill leg, or
     reports it. `first_token_wait_s`: how long the decode leg waits for the first token before it begins; None: not at
-    all. `on_end` is awaited after the attempt, with its legs closed; if it fails, the engines' own timeouts free the
-    same resources."""
+    all. What `on_end` returns is awaited after the attempt, with its legs closed; if it fails, the engines' own
+    timeouts free the same resources."""
 
     chunks: Mapping[LegRole, LegSource]
     notices: bool = True
     first_token_wait_s: float | None = None
-    on_end: Callable[[HandoffOutcome], Coroutine[Any, Any, None]] | None = None
+    on_end: Callable[[HandoffOutcome], Coroutine[Any, Any, object] | None] | None = None
 
 
 class Connector(ABC):
@@ -113,8 +113,8 @@ class Connector(ABC):
 def in_turn(
     first: Callable[[asyncio.Future[_T | None]], Chunks], then: Callable[[_T], Chunks]
 ) -> dict[LegRole, LegSource]:
-    """The decode leg `then(value)` begins when the prefill leg `first` sets its future to `value`. A prefill leg that
-    ends the request does not set it.
+    """The decode leg `then(value)` begins when the prefill leg `first` sets its future to `value`, after its token, or
+    the client would wait for it. A prefill leg that ends the request does not set it.
     """
     value: asyncio.Future[_T | None] = asyncio.get_running_loop().create_future()
 

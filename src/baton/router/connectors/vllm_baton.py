@@ -6,6 +6,8 @@ Both legs begin at once with the same prompt; with `seed_first_token` in sequenc
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -44,10 +46,10 @@ class VllmBatonConnector(VllmConnector):
             return Legs({"decode": VllmClient.of(decode).leg(request)})
         ticket = self._ticket(request, prefill, decode, kv_mode, handed_over)
 
-        async def on_end(outcome: HandoffOutcome) -> None:
-            if outcome in ("failed", "aborted") or (seeded and outcome == "finished_early"):
-                # The decode server may never have seen its leg.
-                await p.send_params(leg_params(LegParams(role="cancel", ticket=ticket)))
+        def on_end(outcome: HandoffOutcome) -> Coroutine[Any, Any, object] | None:
+            # The decode server may never have seen its leg.
+            cancels = outcome in ("failed", "aborted") or (seeded and outcome == "finished_early")
+            return p.send_params(leg_params(LegParams(role="cancel", ticket=ticket))) if cancels else None
 
         chunks = (self._in_turn if seeded else self._at_once)(request, prefill, decode, ticket)
         return Legs(chunks, on_end=on_end)
@@ -98,9 +100,9 @@ class VllmBatonConnector(VllmConnector):
         async def first(found: asyncio.Future[list[int] | None]) -> Chunks:
             offered = LegParams(role="prefill", ticket=ticket, seed_first_token=True)
             async for chunk in p.leg(request, leg_params(offered), first_only=True):
+                yield chunk
                 if chunk.token_ids and chunk.finish_reason is None:
                     found.set_result(chunk.token_ids)
-                yield chunk
 
         def then(sampled: list[int]) -> Chunks:
             tokens, known = request.prompt_token_ids, request.num_known

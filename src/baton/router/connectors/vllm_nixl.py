@@ -58,7 +58,7 @@ class _NixlConnector(VllmConnector):
         if request.sampling_params.max_tokens - request.num_known == 1:
             return Legs({"prefill": p.leg(request)})
 
-        async def on_end(outcome: HandoffOutcome) -> None:
+        def on_end(outcome: HandoffOutcome) -> None:
             if outcome == "failed":
                 self._addresses.pop(p, None)  # the server may have been replaced
 
@@ -69,10 +69,10 @@ class _NixlConnector(VllmConnector):
     ) -> dict[LegRole, LegSource]:
         async def first(found: asyncio.Future[dict[str, object] | None]) -> Chunks:
             chunk, params, is_first = await self._first(request, prefill)
-            if not is_first or chunk.finish_reason is None:
-                found.set_result(params)
             if is_first:
                 yield chunk
+            if not is_first or chunk.finish_reason is None:
+                found.set_result(params)
 
         return in_turn(first, lambda params: VllmClient.of(decode).leg(request, params, is_padded=True))
 
