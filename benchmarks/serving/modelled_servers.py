@@ -141,10 +141,14 @@ class ModelledServer:
 
 
 class Stream:
-    """A streamed answer with `left` tokens to come. `render`: the chunk of a token, by how many are left after it."""
+    """A streamed answer with `left` tokens to come. `render`: the chunk of a token, by how many are left after it.
+    `ends`: packets after the last, as uvicorn's.
+    """
 
-    def __init__(self, transport: asyncio.Transport, left: int, render: Callable[[int], bytes]) -> None:
-        self._transport, self._left, self._render = transport, left, render
+    def __init__(
+        self, transport: asyncio.Transport, left: int, render: Callable[[int], bytes], ends: tuple[bytes, ...]
+    ) -> None:
+        self._transport, self._left, self._render, self._ends = transport, left, render, ends
 
     def step(self) -> bool:
         """Send a token. False: it was the last, or nobody reads."""
@@ -152,6 +156,8 @@ class Stream:
             return False
         self._left -= 1
         self._transport.write(self._render(self._left))
+        for end in () if self._left else self._ends:
+            self._transport.write(end)
         return self._left > 0
 
 
@@ -202,7 +208,7 @@ class Connection(asyncio.Protocol):
         prefills = bool(params.get("do_remote_decode")) or self._server.role == "prefill"
         if body.stream:
             count = 1 if prefills else body.max_tokens
-            stream = Stream(self._transport, count, _sse)
+            stream = Stream(self._transport, count, _sse, (_chunked(_DONE), _END))
             if prefills or body.bootstrap_room is not None:
                 self._later(self._server.first_s, lambda: self._begin(stream, "text/event-stream"))
             else:
@@ -231,10 +237,9 @@ class Connection(asyncio.Protocol):
         def render(left: int) -> bytes:
             finish = b',"finish_reason":"length"' if not left and ends else b""
             text = b'{"request_id":"%b","token_ids":[%d],"position":%d%b}\n'
-            data = _chunked(text % (leg.request_id.encode(), TOKEN, total - left - 1, finish))
-            return data if left else data + _END
+            return _chunked(text % (leg.request_id.encode(), TOKEN, total - left - 1, finish))
 
-        stream = Stream(self._transport, total, render)
+        stream = Stream(self._transport, total, render, (_END,))
         kind = "application/x-ndjson"
         if prefills:
             self._later(self._server.first_s, lambda: self._begin(stream, kind))
@@ -248,7 +253,7 @@ class Connection(asyncio.Protocol):
 
 
 def _sse(left: int) -> bytes:
-    return _NEXT_CHUNK if left else _LAST_CHUNK + _chunked(_DONE) + _END
+    return _NEXT_CHUNK if left else _LAST_CHUNK
 
 
 async def serve(directory: Path, first_s: float, step_s: float) -> None:

@@ -5,8 +5,9 @@
 All routers stand in front of the same modelled prefill and decode server (`modelled_servers`, in another process) and
 take turns. Each request's prompt is text. CPU time is that of all threads of a router and its children, by the
 kernel. Streams of two lengths give the cost per token; what is left is that of a request. `Added`: the first token's
-time, less the prefill's. Streams begin evenly over a second and run at once; more streams have longer steps, so that
-no router falls behind: tokens that wait are sent together, which is cheap.
+time, less the prefill's; `no router`: at the prefill server, whose timers are late as well. Streams begin evenly over a
+second and run at once; more streams have longer steps, so that no router falls behind: tokens that wait are sent
+together, which is cheap.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import re
 import secrets
@@ -40,7 +42,8 @@ _LEAST_STEP_S = 0.01
 _LEAST_STREAMS = 16
 _TRIES = 5
 _TEXT = re.compile(rb'"text": ?"a"')
-_BEFORE = " before"
+_BEFORE, _NO_ROUTER = " before", "no router"
+_BUSY_S = 5.0
 ROUTERS = ("baton-vllm", "baton", "vllm-router", "sglang-router")
 
 
@@ -56,6 +59,11 @@ class RouterFigures:
     token_us: list[float] = field(default_factory=list)
     added_ms: list[float] = field(default_factory=list)
 
+    def add(self, request_s: float, token_s: float, first: Sequence[float]) -> None:
+        self.request_ms.append(1e3 * request_s)
+        self.token_us.append(1e6 * token_s)
+        self.added_ms.append(1e3 * (statistics.median(first) - _FIRST_S))
+
     def line(self, name: str, streams: int) -> str:
         request, token, added = (statistics.median(each) for each in (self.request_ms, self.token_us, self.added_ms))
         low, high = min(self.token_us), max(self.token_us)
@@ -63,7 +71,7 @@ class RouterFigures:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU time of a process and its children so far."""
+    """CPU time of a process and its children."""
     found = 0.0
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -186,9 +194,35 @@ def _round(pid: int, port: int, streams: int, figures: RouterFigures) -> None:
         spent.append(sum(seconds for seconds, _ in found) / (waves * streams))
         first = [second for _, times in found for second in times]
     token_s = (spent[1] - spent[0]) / (_LONG - _SHORT)
-    figures.request_ms.append(1e3 * (spent[0] - _SHORT * token_s))
-    figures.token_us.append(1e6 * token_s)
-    figures.added_ms.append(1e3 * (statistics.median(first) - _FIRST_S))
+    figures.add(spent[0] - _SHORT * token_s, token_s, first)
+
+
+async def _busy(port: int, clients: int, seconds: float) -> int:
+    """The number of answers, if each client asks again at once."""
+    until, num = time.perf_counter() + seconds, 0
+
+    async def ask() -> None:
+        nonlocal num
+        while time.perf_counter() < until:
+            await _stream(port, _SHORT, 0.0)
+            num += 1
+
+    await asyncio.gather(*(ask() for _ in range(clients)))
+    return num
+
+
+def _measure_busy(running: dict[str, tuple[int, int]], clients: int, rounds: int) -> None:
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in running}
+    for _ in range(rounds):
+        for name, (pid, port) in running.items():
+            before, began = cpu_s(pid), time.perf_counter()
+            num = asyncio.run(_busy(port, clients, _BUSY_S))
+            seconds, spent = time.perf_counter() - began, cpu_s(pid) - before
+            found[name].append((num / seconds, spent / seconds, num / spent))
+    for name, rows in found.items():
+        rate, cores, of_core = (statistics.median(column) for column in zip(*rows, strict=True))
+        low, high = min(row[2] for row in rows), max(row[2] for row in rows)
+        print(f"| {name} | {rate:.0f} | {cores:.2f} | {of_core:.0f} ({low:.0f} to {high:.0f}) |", flush=True)
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -196,8 +230,10 @@ def measure(options: argparse.Namespace) -> None:
     if options.before is not None:
         names += [name + _BEFORE for name in names if name.startswith("baton")]
     head = "| streams | router | ms of CPU a request | us of CPU a token (range) | added TTFT (ms) |"
-    print(f"{head}\n|---|---|---|---|---|")
-    for streams in map(int, options.streams.split(",")):
+    if options.clients:
+        head = "| router | requests/s | cores | requests/s of a core (range) |"
+    print(f"{head}\n{'|---' * (head.count('|') - 1)}|")
+    for streams in [options.clients] if options.clients else list(map(int, options.streams.split(","))):
         step_s = max(_LEAST_STEP_S, streams / options.tokens_per_s)
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as undo:
             urls = undo.enter_context(_servers(write_tokenizer(Path(folder) / "model"), step_s))
@@ -208,14 +244,20 @@ def measure(options: argparse.Namespace) -> None:
                 source = f"{options.before}/src" if name.endswith(_BEFORE) else None
                 running[name] = undo.enter_context(_running(command, port, source)), port
                 _measured_wave(running[name][0], port, streams, _SHORT)  # not counted
-            figures = {name: RouterFigures() for name in names}
+            if options.clients:
+                _measure_busy(running, options.clients, options.rounds)
+                continue
+            figures = {name: RouterFigures() for name in (*running, _NO_ROUTER)}
             for _ in range(options.rounds):
+                _, first = _measured_wave(os.getpid(), int(urls[0].rpartition(":")[2]), max(streams, _LEAST_STREAMS), 1)
+                figures[_NO_ROUTER].add(math.nan, math.nan, first)
                 for name, (pid, port) in running.items():
                     _round(pid, port, streams, figures[name])
-            for name in names:
+            for name in figures:
                 print(figures[name].line(name, streams), flush=True)
+    length = _SHORT if options.clients else _LONG
     print(
-        f"answers of {_LONG} tokens, {options.rounds} rounds; load of the machine at the end {os.getloadavg()[0]:.1f}"
+        f"answers of {length} tokens, {options.rounds} rounds; load of the machine at the end {os.getloadavg()[0]:.1f}"
     )
 
 
@@ -223,6 +265,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", default="1,16,64,256")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--clients",
+        type=int,
+        default=0,
+        help="measure answers of two tokens instead, with so many clients that ask again at once",
+    )
     parser.add_argument("--tokens-per-s", type=float, default=1250.0, help="of all streams, at most")
     parser.add_argument("--routers", default=",".join(ROUTERS), help="of " + ", ".join(ROUTERS))
     parser.add_argument("--before", metavar="DIRECTORY", help="also measure Baton of this checkout")
