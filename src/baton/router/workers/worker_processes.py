@@ -47,7 +47,7 @@ class WorkerProcesses:
     ) -> None:
         self._num, self._serve, self._on_end, self._young_s, self._silent_s = num, serve, on_end, young_s, silent_s
         self._running: dict[int, tuple[int, float]] = {}  # number and start, by process id
-        self._heard: dict[int, float] = {}  # when ready processes were last heard
+        self._heard: dict[int, float] = {}  # when, by number
         self._looked = time.monotonic()
         self._ending = self._has_served = False
 
