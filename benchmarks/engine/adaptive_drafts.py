@@ -2,17 +2,16 @@
 
     python -m benchmarks.engine.adaptive_drafts [MODEL DRAFTER] [--batches 1,4,8,16,32]
 
-The three engines are in one process and take turns. Without arguments: SmolLM2-135M-Instruct and its EAGLE-3 head. The
-last column is auto over the better of the other two. CPU time of the process, which other processes disturb less, is
-printed beside wall time.
+The engines share the weights, whose place in memory matters, and take turns step by step.
+Without arguments: SmolLM2-135M-Instruct and its EAGLE-3 head. The ratio is auto over the better of the other two: the
+rounds' median, least and most.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 import torch
@@ -20,6 +19,7 @@ import typer
 
 from baton.engine.llm import LLM
 from baton.engine.request_checks import make_request
+from baton.engine.runner import ModelRunner
 from baton.sampling_params import SamplingParams
 from baton.wire import GenerateRequest
 from benchmarks.smollm2 import QUESTIONS, chat_ids, smollm2
@@ -28,27 +28,60 @@ HEAD = "models/baton-smollm2-eagle3"
 _MEMORY = 384 << 20
 
 
-def _run(llm: LLM, batch: int, tokens: int, name: str) -> tuple[float, float, float]:
-    """Wall and CPU seconds per output token of a request, and drafts per verification."""
-    core, tokenizer = llm._engine.core, llm._engine.tokenizer
-    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-    for index in range(batch):
-        prompt = chat_ids(tokenizer, QUESTIONS[index % len(QUESTIONS)])
-        wire = GenerateRequest(request_id=f"{name}-{index}", prompt_token_ids=prompt, sampling_params=params)
-        llm._chunks[wire.request_id] = []
-        core.add(make_request(llm._engine, wire))
-    while core.scheduler.waiting or any(request.is_prefilling for request in core.scheduler.running):
-        core.step()
-    metrics = core.metrics
-    before = metrics.num_generation_tokens, metrics.num_draft_tokens, metrics.num_drafts
-    requests_rounds = 0
-    wall, cpu = time.perf_counter(), time.process_time()
-    while core.scheduler.running:
-        requests_rounds += len(core.scheduler.running)
-        core.step()
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    made = (metrics.num_generation_tokens - before[0]) / batch
-    return wall / made, cpu / made, (metrics.num_draft_tokens - before[1]) / requests_rounds
+class _Run:
+    """Decoding requests of one engine."""
+
+    def __init__(self, llm: LLM, batch: int, tokens: int, name: str) -> None:
+        self._core, self._batch = llm._engine.core, batch
+        params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        for index in range(batch):
+            prompt = chat_ids(llm._engine.tokenizer, QUESTIONS[index % len(QUESTIONS)])
+            wire = GenerateRequest(request_id=f"{name}-{index}", prompt_token_ids=prompt, sampling_params=params)
+            llm._chunks[wire.request_id] = []
+            self._core.add(make_request(llm._engine, wire))
+        scheduler = self._core.scheduler
+        while scheduler.waiting or any(request.is_prefilling for request in scheduler.running):
+            self._core.step()
+        self._before = self._counters()
+        self._verifications = 0
+        self._wall = self._cpu = 0.0
+
+    def _counters(self) -> tuple[int, int]:
+        return self._core.metrics.num_generation_tokens, self._core.metrics.num_draft_tokens
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self._core.scheduler.running)
+
+    def step(self) -> None:
+        self._verifications += len(self._core.scheduler.running)
+        wall, cpu = time.perf_counter(), time.process_time()
+        self._core.step()
+        self._wall += time.perf_counter() - wall
+        self._cpu += time.process_time() - cpu
+
+    def result(self) -> tuple[float, float, float]:
+        """Wall and CPU seconds per output token of a request, and drafts per verification."""
+        tokens, drafted = (now - before for now, before in zip(self._counters(), self._before, strict=True))
+        made = tokens / self._batch
+        return self._wall / made, self._cpu / made, drafted / self._verifications
+
+
+def _share_weights(engines: Iterable[LLM]) -> None:
+    target, drafter = None, None
+    for llm in engines:
+        runner: ModelRunner = llm._engine.core.executor.runner  # type: ignore[attr-defined]
+        target = target or (runner.model, runner._head)
+        runner.model, runner._head = target
+        drafter = runner.drafter = drafter or runner.drafter
+
+
+def _round(engines: Mapping[str, LLM], batch: int, tokens: int, name: str) -> dict[str, tuple[float, float, float]]:
+    runs = {kind: _Run(llm, batch, tokens, name) for kind, llm in engines.items()}
+    while going := [run for run in runs.values() if run.is_running]:
+        for run in going:
+            run.step()
+    return {kind: run.result() for kind, run in runs.items()}
 
 
 def main(
@@ -68,22 +101,25 @@ def main(
 
     specs = {"none": None, "full": spec(k), "auto": spec("auto")}
     engines = {name: LLM(path, speculative_config=one, kv_cache_memory=_MEMORY) for name, one in specs.items()}
+    _share_weights(engines.values())
     print(f"{path}, {drafter}, k {k}, medians of {rounds} rounds of {tokens} tokens; wall ms (CPU ms) per token")
     for batch in (int(number) for number in batches.split(",")):
-        found: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
-        for turn in range(rounds + 1):
-            for name, llm in engines.items():
-                measured = _run(llm, batch, tokens, f"{batch}-{turn}")
-                if turn:  # the first warms up
-                    found[name].append(measured)
+        # The first round warms up.
+        measured = [_round(engines, batch, tokens, f"{batch}-{turn}") for turn in range(rounds + 1)][1:]
         medians = {
-            name: [statistics.median(column) for column in zip(*all_, strict=True)] for name, all_ in found.items()
+            name: [statistics.median(column) for column in zip(*(one[name] for one in measured), strict=True)]
+            for name in engines
         }
         cells = [f"{name} {wall * 1e3:6.1f} ({cpu * 1e3:6.1f})" for name, (wall, cpu, _) in medians.items()]
-        ratios = [medians["auto"][i] / min(medians["none"][i], medians["full"][i]) for i in (0, 1)]
-        drafts = medians["auto"][2]
+        best = min(("none", "full"), key=lambda name: medians[name][0])
+        ratios = sorted(one["auto"][0] / one[best][0] for one in measured)
+        cpu_ratio = statistics.median(one["auto"][1] / one[best][1] for one in measured)
+        over_none = statistics.median(one["none"][0] / one["auto"][0] for one in measured)
         print(
-            f"{batch:3} requests: {', '.join(cells)}; auto drafts {drafts:.2f}; ratio {ratios[0]:.3f} ({ratios[1]:.3f})"
+            f"{batch:3} requests: {', '.join(cells)}; auto drafts {medians['auto'][2]:.2f}; over {best} "
+            f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f}; CPU {cpu_ratio:.3f}); "
+            f"tokens per second over none {over_none:.3f}",
+            flush=True,
         )
     for llm in engines.values():
         llm.close()

@@ -117,7 +117,7 @@ class StepRunner:
         try:
             plan, sampled = step_plan(scheduled, allowed, self.executor.spec, self.limits.rejection)
             if self.deferred is not None:
-                number, oldest = self.deferred.begin()
+                number, oldest = self.deferred.begin(len(plan.rows.token_ids))
                 plan = replace(plan, number=number, oldest=oldest)
             result = self.executor.execute(plan, layers.begin(scheduled) if layers is not None else None)
         except Exception as error:

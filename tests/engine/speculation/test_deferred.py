@@ -11,7 +11,7 @@ import pytest
 from baton.engine.planning import DraftRows, FeatureRows
 from baton.engine.request import Request, RequestStatus
 from baton.engine.speculation.adaptive import AdaptiveDrafts
-from baton.engine.speculation.deferred import MOST_STEPS, DeferredRows
+from baton.engine.speculation.deferred import MOST_ROWS, MOST_STEPS, DeferredRows
 from baton.engine.step_plans import DraftPlan, DraftResult
 from baton.wire import SamplingParams
 from testkit.engines import EAGLE3, Stepped, stepped
@@ -76,35 +76,50 @@ def rows(request: Any, step: int, start: int, num_drafts: int = 0) -> DraftRows:
 
 def test_rows_wait_until_their_request_drafts() -> None:
     deferred, first, second = DeferredRows(), RequestStub(), RequestStub()
-    assert deferred.begin() == (1, 1)
+    assert deferred.begin(2) == (1, 1)
     assert deferred.due([rows(first, 1, 3), rows(second, 1, 3)]) == [rows(first, 1, 3), rows(second, 1, 3)]  # prompts
-    assert deferred.begin() == (2, 2)
+    assert deferred.begin(2) == (2, 2)
     assert deferred.due([rows(first, 2, 4), rows(second, 2, 4)]) == []
-    assert deferred.begin() == (3, 2)
+    assert deferred.begin(2) == (3, 2)
     (due,) = deferred.due([rows(first, 3, 5, num_drafts=2), rows(second, 3, 5)])
     assert (due.request, due.start, due.stop, due.num_drafts) == (first, 4, 6, 2)
     assert due.features == (FeatureRows(2, 0, 1), FeatureRows(3, 0, 1))
     first.num_drafted = 6
-    assert deferred.begin() == (4, 2)
+    assert deferred.begin(2) == (4, 2)
 
 
 def test_all_rows_are_due_once_one_has_waited_for_long() -> None:
     deferred, first, second = DeferredRows(), RequestStub(), RequestStub()
     for step in range(1, MOST_STEPS):
-        deferred.begin()
+        deferred.begin(2)
         assert deferred.due([rows(first, step, 3 + step)]) == []
-    assert deferred.begin() == (MOST_STEPS, 1)
+    assert deferred.begin(2) == (MOST_STEPS, 1)
     found = deferred.due([rows(first, MOST_STEPS, 3 + MOST_STEPS), rows(second, MOST_STEPS, 4)])
     assert [(one.request, one.start, one.stop) for one in found] == [(first, 4, 4 + MOST_STEPS), (second, 4, 5)]
+
+
+def test_all_rows_are_due_once_many_are_kept() -> None:
+    """Prompts' too."""
+    deferred, first, second = DeferredRows(), RequestStub(), RequestStub()
+    deferred.begin(MOST_ROWS - 2)
+    assert deferred.due([rows(first, 1, 4)]) == []
+    deferred.begin(2)
+    assert deferred.due([rows(first, 2, 5)]) == []
+    deferred.begin(1)
+    found = deferred.due([rows(first, 3, 6), rows(second, 3, 4)])
+    assert [(one.request, one.start, one.stop) for one in found] == [(first, 4, 7), (second, 4, 5)]
+    first.num_drafted, second.num_drafted = 7, 5
+    assert deferred.begin(2) == (4, 4)  # what is no longer kept does not count
+    assert deferred.due([rows(first, 4, 7), rows(second, 4, 5)]) == []
 
 
 @pytest.mark.parametrize("cause", ["ended", "preempted"])
 def test_rows_of_requests_that_left_are_forgotten(cause: str) -> None:
     deferred, request = DeferredRows(), RequestStub()
-    deferred.begin()
+    deferred.begin(2)
     assert deferred.due([rows(request, 1, 4)]) == []
     if cause == "ended":
         request.status = RequestStatus.FINISHED
     else:
         request.num_drafted = 0
-    assert deferred.begin() == (2, 2)
+    assert deferred.begin(2) == (2, 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.engine.speculation.trials import TRY_EVERY, TRY_SELDOM, Trials
+from baton.engine.speculation.trials import TRY_AFTER, TRY_SELDOM, Trials
 
 
 def periods(trials: Trials, count: int, num_requests: int, paid: float, steps: int = 8) -> list[bool]:
@@ -25,17 +25,17 @@ def test_few_tokens_do_not_overrule_the_model() -> None:
     """By chance, a single request's drafts can look slower for some time."""
     assert periods(Trials(), 7, 1, paid=0.9) == [True, False, True, True, True, True, True]
     assert not any(periods(Trials(), 7, 1, paid=0.6)[1:])
-    slower = periods(Trials(), 12 * TRY_EVERY, 32, paid=0.97)
-    assert slower[-2 * TRY_EVERY :].count(True) == 2
+    slower = periods(Trials(), 8 * TRY_AFTER, 32, paid=0.97)
+    assert slower[-4 * TRY_AFTER :].count(True) == 1
 
 
-def test_the_slower_is_tried_again_now_and_then() -> None:
-    found = periods(Trials(), 5 * TRY_EVERY, 16, paid=0.9)
-    assert [number + 1 for number, drafts in enumerate(found[1:], 1) if drafts] == list(
-        range(TRY_EVERY, 5 * TRY_EVERY + 1, TRY_EVERY)
-    )
-    found = periods(Trials(), 2 * TRY_SELDOM, 16, paid=1.4)
-    assert [number + 1 for number, drafts in enumerate(found) if not drafts] == [2, TRY_SELDOM, 2 * TRY_SELDOM]
+def test_the_slower_is_tried_less_often_the_longer_it_is() -> None:
+    tries = [2 + TRY_AFTER * (2**number - 1) for number in range(1, 5)]
+    tries += [tries[-1] + TRY_SELDOM, tries[-1] + 2 * TRY_SELDOM]
+    found = periods(Trials(), tries[-1], 16, paid=0.9)
+    assert [number for number, drafts in enumerate(found, 1) if drafts] == [1, *tries]
+    found = periods(Trials(), tries[-1], 16, paid=1.4)
+    assert [number for number, drafts in enumerate(found, 1) if not drafts] == [2, *tries]
 
 
 def test_another_batch_begins_anew_and_a_like_one_does_not() -> None:
@@ -45,10 +45,12 @@ def test_another_batch_begins_anew_and_a_like_one_does_not() -> None:
     assert periods(trials, 4, 2, paid=1.3) == [True, False, True, True]
 
 
-def test_what_changes_with_time_is_noticed() -> None:
+def test_what_changes_with_time_is_noticed_and_begins_anew() -> None:
     trials = Trials()
-    assert not any(periods(trials, 4 * TRY_EVERY - 1, 16, paid=0.9)[2 + TRY_EVERY : 2 * TRY_EVERY - 1])
-    assert all(periods(trials, 8 * TRY_EVERY, 16, paid=1.3)[-TRY_EVERY + 1 :])
+    assert periods(trials, 8 * TRY_AFTER, 16, paid=0.9).count(True) == 4
+    assert all(periods(trials, 16 * TRY_AFTER, 16, paid=1.3)[-TRY_AFTER + 1 :])
+    found = periods(trials, 16 * TRY_AFTER, 16, paid=0.8)
+    assert found.count(False) > 8 * TRY_AFTER
 
 
 def test_the_step_after_a_change_is_not_counted() -> None:

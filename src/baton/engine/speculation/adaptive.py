@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary
 
@@ -27,13 +26,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Every this many choices, one in this many requests gets a draft if it has none, to detect rising acceptance.
-PROBE_EVERY, _PROBED_SHARE = 32, 8
-# In steps. Choosing and measuring take time.
-CHOOSE_EVERY, _MEASURE_EVERY, _FIRST_STEPS = 8, 3, 64
+PROBE_EVERY, _PROBED_SHARE = 64, 8
+# In steps: both take time.
+CHOOSE_EVERY, _MEASURE_EVERY, _FIRST_STEPS = 16, 5, 64
 _FIT_EVERY = 16
 # Rows beyond these numbers may cost more.
 _KNEES = (8, 24)
-# How often each few rows are measured at start, besides once to load kernels; fewer times after so many seconds.
+# How often each few rows are measured, besides once to load kernels; fewer times after so many seconds.
 _FEW_TURNS, _FEW_S = 3, 0.5
 # A prefill leg never learns which drafts are accepted.
 SEEDED_DRAFTS = 3
@@ -182,7 +181,7 @@ class AdaptiveDrafts:
         log.info("measured the costs of drafts in %.2f s", now() - started)
 
     def _measure_few_rows(self, executor: Executor, pages: Mapping[str, npt.NDArray[np.int32]], most: int) -> None:
-        """In turns, and the shortest times count: something may have disturbed the others."""
+        """In turns; the shortest times count, as the least disturbed."""
         found: dict[int, float] = {}
         now, started = self.timer, self.timer()
         for turn in range(1 + _FEW_TURNS):
@@ -210,7 +209,9 @@ def limit_drafts(chooser: DraftCounts, draft_rows: Sequence[DraftRows]) -> list[
 
 
 def _at_most(rows: DraftRows, most: int) -> DraftRows:
-    return rows if rows.num_drafts <= most else replace(rows, num_drafts=most)
+    if rows.num_drafts <= most:
+        return rows
+    return DraftRows(rows.request, rows.features, rows.start, rows.stop, most)
 
 
 def _parts(rows: Sequence[tuple[int, int]]) -> tuple[float, ...]:

@@ -7,21 +7,24 @@ features of requests without drafts, and one pass computes the rows of several s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from baton.engine.planning import DraftRows
 from baton.engine.request import Request, RequestStatus
 
-# Steps whose features are kept. Each pass costs as much as tens of rows, so few steps save most of it.
-MOST_STEPS = 8
+# Steps whose features are kept. A pass costs as much as tens of rows. Rows that wait at a request's end enter no prefix
+# cache.
+MOST_STEPS = 16
+# Of these steps, prompts' too: all use memory.
+MOST_ROWS = 1024
 
 
 class DeferredRows:
     def __init__(self) -> None:
         self._step = 0
+        self._num_rows: dict[int, int] = {}  # of the steps whose features are kept
         self._waiting: dict[Request, DraftRows] = {}
 
-    def begin(self) -> tuple[int, int]:
+    def begin(self, num_rows: int) -> tuple[int, int]:
         """The new step's number, from 1, and the first whose features are still needed."""
         # Rows of ended requests are not needed, and a preempted request starts over.
         self._waiting = {
@@ -30,14 +33,17 @@ class DeferredRows:
             if request.status is RequestStatus.RUNNING and request.num_drafted == rows.start
         }
         self._step += 1
-        return self._step, min((rows.features[0].step for rows in self._waiting.values()), default=self._step)
+        oldest = min((rows.features[0].step for rows in self._waiting.values()), default=self._step)
+        self._num_rows = {step: count for step, count in self._num_rows.items() if step >= oldest}
+        self._num_rows[self._step] = num_rows
+        return self._step, oldest
 
     def due(self, draft_rows: Sequence[DraftRows]) -> list[DraftRows]:
-        """The rows to compute now: those of requests with drafts, each with its waiting rows, or all once the first
-        has waited for long. A prompt's rows never wait, since caches and handoffs want them."""
+        """The rows to compute now: those of requests with drafts and of prompts, which caches and handoffs want; all
+        once one has waited long or too much is kept."""
         joined = [self._joined(rows) for rows in draft_rows]
         oldest = min((rows.features[0].step for rows in joined), default=self._step)
-        everything = self._step - oldest >= MOST_STEPS - 1
+        everything = self._step - oldest >= MOST_STEPS - 1 or sum(self._num_rows.values()) > MOST_ROWS
         due = []
         for rows in joined:
             if everything or rows.num_drafts or rows.start < rows.request.prefill_len:
@@ -51,4 +57,4 @@ class DeferredRows:
         before = self._waiting.get(rows.request)
         if before is None or before.stop != rows.start:
             return rows
-        return replace(rows, features=(*before.features, *rows.features), start=before.start)
+        return DraftRows(rows.request, (*before.features, *rows.features), before.start, rows.stop, rows.num_drafts)

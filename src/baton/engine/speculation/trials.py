@@ -1,6 +1,6 @@
 """Whether drafts pay, by trial: tokens per second of steps with the chosen drafts against steps without any.
 
-The cost model extrapolates from batches of other sizes. Where drafts save little, its errors are larger than that.
+Where drafts save little, the cost model's errors are larger.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ _KEEP = 0.9
 # The model's choice stays unless steps without drafts are faster by more than this over the square root of the
 # verifications: about 1.5 standard deviations of the tokens that a verification makes.
 _DOUBT = 0.75
-# Periods until the worse kind is tried again, and if it is worse by more than `_CLEAR`.
-TRY_EVERY, TRY_SELDOM = 16, 48
-_CLEAR = 1.15
+# Periods until the worse kind is tried again, twice as many each time.
+TRY_AFTER, TRY_SELDOM = 8, 128
 # A batch counts as another if it has this many times as many requests, or as few.
 _OTHER_BATCH = 1.3
 
@@ -36,15 +35,17 @@ class StepRate:
 
 class Trials:
     def __init__(self) -> None:
-        self._num_requests = self._num_periods = 0
+        self._num_requests = 0
         self._rates = {True: StepRate(), False: StepRate()}
+        self._better: bool | None = None
+        self._wait = self._left = TRY_AFTER  # periods, and those before the next try
         self._drafts: bool | None = None  # of this period
         self._first = True
 
     def begin(self, num_requests: int) -> bool:
         """A new period: whether it drafts."""
         if not self._num_requests / _OTHER_BATCH < num_requests < self._num_requests * _OTHER_BATCH:
-            self._num_requests, self._num_periods = num_requests, 0
+            self._num_requests, self._better = num_requests, None
             self._rates = {True: StepRate(), False: StepRate()}
         drafts = self._next()
         if drafts != self._drafts:
@@ -54,14 +55,17 @@ class Trials:
         return drafts
 
     def _next(self) -> bool:
-        self._num_periods += 1
         with_drafts, without = self._rates[True].per_second, self._rates[False].per_second
         if not with_drafts or not without:
             return not with_drafts
-        ratio = max(with_drafts / without, without / with_drafts)
-        tries = self._num_periods % (TRY_SELDOM if ratio > _CLEAR else TRY_EVERY) == 0
-        doubt = _DOUBT / math.sqrt(self._rates[True].rows)
-        return (with_drafts * (1.0 + doubt) > without) != tries
+        better = with_drafts * (1.0 + _DOUBT / math.sqrt(self._rates[True].rows)) > without
+        if better != self._better:
+            self._better, self._wait, self._left = better, TRY_AFTER, TRY_AFTER
+        self._left -= 1
+        if self._left:
+            return better
+        self._wait = self._left = min(2 * self._wait, TRY_SELDOM)
+        return not better
 
     def end(self) -> None:
         """Steps from now on are not compared."""
