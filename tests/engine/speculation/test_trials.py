@@ -38,11 +38,22 @@ def test_the_slower_is_tried_less_often_the_longer_it_is() -> None:
     assert [number for number, drafts in enumerate(found, 1) if not drafts] == [2, *tries]
 
 
-def test_another_batch_begins_anew_and_a_like_one_does_not() -> None:
+def test_batches_of_each_size_are_compared_for_themselves() -> None:
     trials = Trials()
     assert not any(periods(trials, 5, 16, paid=0.9)[2:])
     assert not any(periods(trials, 2, 15, paid=0.9))
     assert periods(trials, 4, 2, paid=1.3) == [True, False, True, True]
+    assert not any(periods(trials, 2, 16, paid=0.9))  # remembered
+
+
+def test_steps_of_another_size_are_not_counted() -> None:
+    """Requests end within a period."""
+    trials = Trials()
+    periods(trials, 2, 16, paid=1.05)
+    for _ in range(4):
+        assert trials.begin(16)
+        for _ in range(8):
+            trials.computed(2, 0, 1.0)
 
 
 def test_what_changes_with_time_is_noticed_and_begins_anew() -> None:

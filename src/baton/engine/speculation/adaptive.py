@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 # Every this many choices, one in this many requests gets a draft if it has none, to detect rising acceptance.
 PROBE_EVERY, _PROBED_SHARE = 64, 8
-# In steps: both take time.
+# In steps.
 CHOOSE_EVERY, _MEASURE_EVERY, _FIRST_STEPS = 16, 5, 64
 _FIT_EVERY = 16
 # Rows beyond these numbers may cost more.

@@ -6,6 +6,7 @@ Where drafts save little, the cost model's errors are larger.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 
 # Of a past period's weight, per period of the same kind.
@@ -14,9 +15,9 @@ _KEEP = 0.9
 # verifications: about 1.5 standard deviations of the tokens that a verification makes.
 _DOUBT = 0.75
 # Periods until the worse kind is tried again, twice as many each time.
-TRY_AFTER, TRY_SELDOM = 8, 128
-# A batch counts as another if it has this many times as many requests, or as few.
-_OTHER_BATCH = 1.3
+TRY_AFTER, TRY_SELDOM = 8, 64
+# Batches whose numbers of requests differ by less than this factor are compared.
+_LIKE = 1.3
 
 
 @dataclass(slots=True)
@@ -33,32 +34,18 @@ class StepRate:
         self.rows, self.tokens, self.seconds = self.rows * _KEEP, self.tokens * _KEEP, self.seconds * _KEEP
 
 
-class Trials:
+class _Comparison:
     def __init__(self) -> None:
-        self._num_requests = 0
-        self._rates = {True: StepRate(), False: StepRate()}
+        self.rates = {True: StepRate(), False: StepRate()}
         self._better: bool | None = None
         self._wait = self._left = TRY_AFTER  # periods, and those before the next try
-        self._drafts: bool | None = None  # of this period
-        self._first = True
 
-    def begin(self, num_requests: int) -> bool:
-        """A new period: whether it drafts."""
-        if not self._num_requests / _OTHER_BATCH < num_requests < self._num_requests * _OTHER_BATCH:
-            self._num_requests, self._better = num_requests, None
-            self._rates = {True: StepRate(), False: StepRate()}
-        drafts = self._next()
-        if drafts != self._drafts:
-            self._first = True
-        self._drafts = drafts
-        self._rates[drafts].fade()
-        return drafts
-
-    def _next(self) -> bool:
-        with_drafts, without = self._rates[True].per_second, self._rates[False].per_second
+    def next(self) -> bool:
+        """Whether a new period drafts."""
+        with_drafts, without = self.rates[True].per_second, self.rates[False].per_second
         if not with_drafts or not without:
             return not with_drafts
-        better = with_drafts * (1.0 + _DOUBT / math.sqrt(self._rates[True].rows)) > without
+        better = with_drafts * (1.0 + _DOUBT / math.sqrt(self.rates[True].rows)) > without
         if better != self._better:
             self._better, self._wait, self._left = better, TRY_AFTER, TRY_AFTER
         self._left -= 1
@@ -66,6 +53,25 @@ class Trials:
             return better
         self._wait = self._left = min(2 * self._wait, TRY_SELDOM)
         return not better
+
+
+class Trials:
+    def __init__(self) -> None:
+        self._comparisons: defaultdict[int, _Comparison] = defaultdict(_Comparison)
+        self._size = 0
+        self._drafts: bool | None = None  # of this period
+        self._first = True
+
+    def begin(self, num_requests: int) -> bool:
+        """A new period: whether it drafts."""
+        self._size = _size(num_requests)
+        comparison = self._comparisons[self._size]
+        drafts = comparison.next()
+        if drafts != self._drafts:
+            self._first = True
+        self._drafts = drafts
+        comparison.rates[drafts].fade()
+        return drafts
 
     def end(self) -> None:
         """Steps from now on are not compared."""
@@ -75,9 +81,13 @@ class Trials:
         """A step. The first one after a change still verifies, or lacks, the last period's drafts."""
         if self._drafts is None:
             return
-        if not self._first:
-            rate = self._rates[self._drafts]
+        if not self._first and _size(num_requests) == self._size:
+            rate = self._comparisons[self._size].rates[self._drafts]
             rate.rows += num_requests
             rate.tokens += num_requests + num_accepted
             rate.seconds += seconds
         self._first = False
+
+
+def _size(num_requests: int) -> int:
+    return int(math.log(num_requests, _LIKE))
