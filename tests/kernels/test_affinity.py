@@ -119,13 +119,7 @@ def test_a_team_ends_and_the_next_region_makes_another() -> None:
     assert (ended, again) == (before - 1, before)
 
 
-def test_engines_that_share_cores_keep_the_team_that_lets_threads_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_PROC_BIND", "false")
-    assert not end_team()
-
-
 def test_an_older_libgomp_cannot_end_teams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_PROC_BIND", raising=False)
     monkeypatch.setattr("baton.kernels.cpu.affinity.gomp_parallel", lambda: object())
     monkeypatch.setattr("ctypes.CDLL", lambda *_, **__: object())
     assert not end_team()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import re
@@ -113,16 +114,21 @@ def test_children_are_halted_killed_and_started_again(directory: str) -> None:
 
 @pytest.mark.parametrize("own", [None, "7"])
 def test_engines_of_one_host_share_its_cores(directory: str, own: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each uses twice its even share of threads, unless the user sets the number; none is pinned."""
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.delenv("OMP_PROC_BIND", raising=False)
-    if own is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", own)
+    """Each uses twice its even share of threads, none pinned or awake for long, unless the user sets it."""
+    names = ("OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    for name in names:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name in names[::3] if own is not None else ():
+        monkeypatch.setenv(name, own)
+    with pytest.raises(SystemExit):
+        main(["--version"])  # `up` configures itself too
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
     with BreakableDeployment(directory, prefill=1, decode=2, command=FAKE) as deployment:
         for child in deployment._children:
             environment = Path(f"/proc/{child.process.pid}/environ").read_bytes().split(b"\0")
             assert f"OMP_NUM_THREADS={own or 4}".encode() in environment
+            assert f"GOMP_SPINCOUNT={own or 100}".encode() in environment
             assert b"OMP_PROC_BIND=false" in environment
 
 
@@ -292,4 +298,6 @@ def test_idle_threads_let_go_of_a_core_soon(
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit):
         main(["--version"])
-    assert os.environ.get("GOMP_SPINCOUNT") == spins
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    assert getenv(b"GOMP_SPINCOUNT") == (spins and spins.encode())

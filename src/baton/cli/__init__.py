@@ -134,9 +134,9 @@ def main(given: Sequence[str] | None = None) -> None:
     arguments = with_dashes(sys.argv[1:] if given is None else given)
     if wants_json(arguments, os.environ):
         log_to_stderr(form="json")
-    # Read when PyTorch loads the OpenMP runtime.
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", str(_SPIN_COUNT))
+    # Read when PyTorch loads the OpenMP runtime. Not in `os.environ`, which child processes get.
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+        os.putenv("GOMP_SPINCOUNT", str(_SPIN_COUNT))
     try:
         status = app(arguments, standalone_mode=False)
         raise SystemExit(status if isinstance(status, int) else 0)

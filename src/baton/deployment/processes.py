@@ -34,17 +34,20 @@ BATON = (sys.executable, "-m", "baton.cli")
 CONFIG_STATUS = 2
 # Prefix of environment variables that are flags of `baton`.
 FLAG_VARIABLES = "BATON_FLAG_"
+# `cli._SPIN_COUNT` of engines that share cores.
+_SHARED_SPINS = 100
 
 
 def _environment(engines: int) -> dict[str, str]:
-    """The environment without `baton`'s flag variables; the user's variables take precedence. Each engine gets twice
-    its even share of the cores, unbound: P and D are busy at different times, or wait for memory."""
+    """Without `baton`'s flags; the user's win. Each engine gets twice its even share of the cores, unbound:
+    P and D are busy at different times, or wait for memory."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(FLAG_VARIABLES)}
     if engines == 1 or not hasattr(os, "sched_getaffinity"):
         return own
     cores = len(os.sched_getaffinity(0))
     threads = max(1, min(cores, 2 * cores // engines))
-    return {"OMP_NUM_THREADS": str(threads), "OMP_PROC_BIND": "false", **own}
+    spins = {} if "OMP_WAIT_POLICY" in own else {"GOMP_SPINCOUNT": str(_SHARED_SPINS)}
+    return {"OMP_NUM_THREADS": str(threads), "OMP_PROC_BIND": "false", **spins, **own}
 
 
 def check_shared_transport(uri: str) -> None:

@@ -52,10 +52,9 @@ def bind_team() -> bool:
 def end_team() -> bool:
     """End the calling thread's team; its next parallel region makes a new one. Returns whether that was done.
 
-    `omp_pause_resource_all` (OpenMP 5.2, 18.6.2), not within a parallel region. Not with `OMP_PROC_BIND`, as in
-    `bind_team`: on shared cores these take other engines' time.
+    `omp_pause_resource_all` (OpenMP 5.2, 18.6.2), not within a parallel region.
     """
-    if os.environ.get("OMP_PROC_BIND") or gomp_parallel() is None:
+    if gomp_parallel() is None:
         return False
     try:
         pause = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD).omp_pause_resource_all
