@@ -99,7 +99,8 @@ class Engine:
         if settings.by_layer:
             whole = [memory.spec for memory in process.memories]
             few = random.choice((1, 1, 200))
-            layers = LayerStream(self.agent, self.cache, whole, len(process.ranks) > 1, StreamLimits(few, 0))
+            by_layer, many_ranks = bool(self.world.seed % 4), len(process.ranks) > 1
+            layers = LayerStream(self.agent, self.cache, whole, many_ranks, by_layer, StreamLimits(few, 0))
         self.legs = HandoffLegs(
             self.agent,
             self.scheduler,

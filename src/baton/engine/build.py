@@ -165,10 +165,7 @@ def _build(
     if transports and ticket_key is not None:
         identity = _agent_config(config, incarnation, facts, ticket_key, keys)
         agents, instance = _agents(config, identity, computing, transports, mailbox, undo)
-        layers = None
-        if config.kv_stream == "layer":
-            layers = LayerStream(instance, cache, computing.whole, config.num_ranks > 1)
-        legs = _legs(config, instance, layers, scheduler, loaded, limits, transports[0])
+        legs = _legs(config, instance, computing.whole, scheduler, loaded, limits, transports[0])
     core = EngineCore(
         computing.executor,
         scheduler,
@@ -301,7 +298,7 @@ def _integrity(config: EngineConfig) -> Integrity:
 def _legs(
     config: EngineConfig,
     agent: Agent,
-    layers: LayerStream | None,
+    groups: Sequence[GroupSpec],
     scheduler: Scheduler,
     loaded: Loaded,
     limits: DecodingLimits,
@@ -320,6 +317,10 @@ def _legs(
         kv_stream=config.kv_stream,
         integrity=_integrity(config),
     )
+    layers = None
+    # Elsewhere a reported layer is only queued.
+    if config.kv_stream != "off" and config.device == "cpu":
+        layers = LayerStream(agent, scheduler.cache, groups, config.num_ranks > 1, config.kv_stream == "layer")
     alter_seeds = getattr(transport, "alter_seeds", None)
     return HandoffLegs(agent, scheduler, EngineMetrics(), ends, settings, layers=layers, alter_seeds=alter_seeds)
 

@@ -123,6 +123,23 @@ def test_the_last_layers_are_copied_before_the_first_token_is_chosen(
     assert seen == [0, 0, 3 * LAYER_BYTES, 4 * LAYER_BYTES]
 
 
+def test_the_last_chunk_is_copied_before_the_first_token_is_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without streaming by layer, in one piece."""
+    seen: list[int] = []
+    with pair(tmp_path, kv_stream="chunk", max_num_batched_tokens=64) as two:
+
+        def do(layer_id: int, tell: Callable[[], None]) -> None:
+            tell()
+            await_copies(two, LAYER_BYTES * NUM_LAYERS - 1 if layer_id < NUM_LAYERS - 1 else seen[-1])
+            seen.append(copied(two))
+
+        in_forwards(two, monkeypatch, do)
+        handed_over(two, "two chunks", prompt_of(128))
+    assert seen == [*[LAYER_BYTES * NUM_LAYERS] * (NUM_LAYERS - 1), 2 * LAYER_BYTES * NUM_LAYERS]
+
+
 def test_a_layer_that_is_told_before_it_is_written_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutation `layer_not_written`: without digests D continues with wrong KV, with them the layer is copied again."""
     prompt = prompt_of(64)

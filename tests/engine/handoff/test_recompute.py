@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from baton.engine.request import Request
 from baton.errors import WrongEngineError
 from baton.handoff.agent.leg_events import DecodeLeg, DecodePages, GiveUp
 from baton.handoff.protocol.events import DecodeAdmitted, DecodeFailed, DecodeFinished, DecodeProgress, DecodeReleased
@@ -316,3 +317,22 @@ def test_a_longer_context_of_the_prefill_engine_is_not_drafted_into(tmp_path: Pa
         two.step_until(lambda: stream.ended)
         two.settle()
     assert (len(stream.token_ids), stream.finish_reason, stream.accepted) == (2, "length", [])
+
+
+def test_a_request_that_loses_its_pages_before_its_first_step_sends_its_first_token_once(
+    tmp_path: Path, prompt: list[int], expected: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pair(tmp_path) as two:
+        core = two.decode.core
+        commit = core._committed
+
+        def lost(request: Request, seeds: Seeds) -> None:
+            commit(request, seeds)
+            core.scheduler.preempt(request)
+
+        monkeypatch.setattr(core, "_committed", lost)
+        _, rest = two.legs("r", prompt, PARAMS, "push")
+        two.step_until(lambda: rest.ended)
+        assert rest.result == expected.result
+        assert rest.positions == [*range(len(rest.token_ids))]
+        assert core.scheduler.num_preemptions == 1

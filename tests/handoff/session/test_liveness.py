@@ -66,7 +66,7 @@ def test_sessions_are_renewed_together(world: World) -> None:
 
 def test_an_ack_lets_the_first_step_go_ahead(world: World) -> None:
     """It waits its time, but not for the end of its engine."""
-    timers = replace(TIMERS, ack=3.5 * STEP)
+    timers = replace(TIMERS, retry_min=7 * STEP, retry=7 * STEP)
     p, d = Node(world, "P"), Node(world, "D", timers)
     for number, closes in enumerate((False, True)):
         ticket = world.begin(p, d, "push")

@@ -49,7 +49,7 @@ class HandoffLegs:
         layers: LayerStream | None = None,
         alter_seeds: Callable[[Seeds], Seeds] | None = None,
     ) -> None:
-        """`ends(request, token)`: whether `token` would end the request. `layers`: given if `kv_stream` is `layer`.
+        """`ends(request, token)`: whether `token` would end the request. `layers`: reports layers of a forward.
         `alter_seeds`: by which the `faulty` transport corrupts seeds.
         """
         self.agent, self.scheduler, self.cache, self.metrics = agent, scheduler, scheduler.cache, metrics

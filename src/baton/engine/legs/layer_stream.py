@@ -1,5 +1,5 @@
-"""KV streaming by layer: the agent copies a prompt's written layers while later ones are computed, the last ones during
-the last layer's MLP and the LM head. States, drafters' entries and short chunks are sent after the step.
+"""KV streaming within a forward: the agent copies written layers while others are computed, the last ones during the
+last MLP and the LM head. States, drafters' entries and short chunks are sent after the step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LIMITS = StreamLimits(min_bytes=1 << 20, few_rows=64)
 
 
 class LayerStream:
-    """`groups`: over all ranks.
+    """`groups`: over all ranks. Without `by_layer`: a last chunk is reported whole.
 
     With `many_ranks` a layer counts as written when the next one is: in between, the ranks compute a sum, before which
     each has written it.
@@ -41,9 +41,10 @@ class LayerStream:
         cache: KVCache,
         groups: Sequence[GroupSpec],
         many_ranks: bool,
+        by_layer: bool,
         limits: StreamLimits | None = None,
     ) -> None:
-        self._agent, self._cache, self._behind = agent, cache, int(many_ranks)
+        self._agent, self._cache, self._behind, self._by_layer = agent, cache, int(many_ranks), by_layer
         self._min_bytes, self._few_rows = limits or LIMITS
         self._groups_of: dict[int, list[tuple[str, int]]] = {}  # by layer: its groups, and bytes per token
         for group in groups:
@@ -69,12 +70,12 @@ class LayerStream:
             if request.role != "prefill" or ticket is None or ticket.mode != "push" or not request.is_prefilling:
                 continue
             num_bytes = rows.num_rows * self._token_bytes
-            if num_bytes < self._min_bytes:
-                continue
             n, computed = request.prefill_len, rows.start + rows.num_rows
+            if num_bytes < self._min_bytes or not (self._by_layer or computed == n):
+                continue
             final = {name: self._cache.num_final(name, n, computed, 0) for name in self._names}
             pages = self._cache.offered(request.kv, n)
-            least = max(self._min_bytes, num_bytes // _MOST_REPORTS)
+            least = max(self._min_bytes, num_bytes // _MOST_REPORTS) if self._by_layer else num_bytes
             self._streamed.append((rows.num_rows, least, WrittenLayers(self._agent, ticket.key, n, pages, final)))
         return self._written if self._streamed else None
 

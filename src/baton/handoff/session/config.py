@@ -26,8 +26,6 @@ class Timers:
     retry: float = 1.0
     retry_min: float = 0.05
     round_trips: float = 8.0
-    # P's and the router's work for an ACK would delay D's first step on a shared host, so it waits for about one.
-    ack: float = 0.01
     check: float = 0.1  # between checks of deadlines, leases and whether peers live
     renew: float = 1.0  # between two RENEWs
     # A peer that is silent for its announced lease is evicted.
@@ -45,6 +43,11 @@ class Timers:
             raise ConfigError("timers", "durations must be positive, and retry at least retry_min")
         if not 3 * self.renew <= self.lease <= MAX_LEASE_S:
             raise ConfigError("timers.lease", f"must be at least three times renew and at most {MAX_LEASE_S} s")
+
+    @property
+    def ack(self) -> float:
+        """How long an ACK, whose work delays D's first step on a shared host, waits. P must not repeat COMMIT."""
+        return self.retry_min / 2
 
     def first_retry(self, round_trip: float | None) -> float:
         if round_trip is None:
