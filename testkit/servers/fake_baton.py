@@ -23,7 +23,7 @@ from testkit.servers import fake_serving
 from testkit.servers.fake_serving import FakeEngine
 
 
-def engine_of(config: EngineConfig, progress: Any) -> FakeEngine:
+def engine_of(config: EngineConfig, progress: Any, tokenizer: Any) -> FakeEngine:
     """Replaces `AsyncEngine`. The served model name selects a misbehaviour."""
     progress("loading nothing")
     if config.served_model_name == "crash":

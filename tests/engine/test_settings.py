@@ -216,6 +216,13 @@ def told(config: EngineConfig) -> dict[str, str]:
         engine.close()
 
 
+def test_a_loaded_tokenizer_is_not_loaded_again(base: EngineConfig) -> None:
+    tokenizer = Tokenizer.load(base.model)
+    engine = build_engine(base, lambda *chunk: None, tokenizer=tokenizer)
+    assert engine.tokenizer is tokenizer
+    engine.close()
+
+
 def changed(one: dict[str, str], other: dict[str, str]) -> set[str]:
     return {name for name in {*one, *other} if one.get(name) != other.get(name)}
 

@@ -11,7 +11,9 @@ import aiohttp
 import msgspec
 import pytest
 
+from baton.cli.serve import loading_ahead
 from baton.comparison import token_identity
+from baton.errors import CheckpointError
 from baton.timeouts import timeout
 from testkit.servers.fake_serving import ADMIN, FakeEngine, join, served, status_of, until
 from testkit.servers.fleets import BODY, Cluster, complete, expected_answer
@@ -183,3 +185,12 @@ def test_drafts_decide_tokens_only_where_a_rejection_sampler_takes_them() -> Non
     assert identity(**drafting) != identity(**{**drafting, "drafter.weights": "y"})  # vLLM reports no verifier
     assert identity(**coupled) != identity(**{**coupled, "model.weights": "b"})
     assert token_identity("not JSON") != token_identity("nor this")
+
+
+async def test_a_tokenizer_may_be_loaded_ahead_and_is_loaded_anew_later(directory: Path) -> None:
+    load = loading_ahead(str(directory), {"chat_template": "{{ messages[0].content }}"})
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        load(str(directory / "other"))
+    async with Cluster(directory, num_prefill=1, num_decode=1).run(load_tokenizer=load) as (url, session):
+        assert (await complete(session, url))[0] == 200
+    assert load(str(directory)).apply_chat_template([{"role": "user", "content": "a"}]) == "a"

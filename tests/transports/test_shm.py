@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from baton.kv.geometry import CopyList
 from baton.testing.transport_peer import SpawnedPeer
 from baton.transports.mapped import mover
 from baton.transports.mapped.memory_transport import DIRECT_BYTES
-from baton.transports.mapped.populate import PIECE_BYTES, populate
+from baton.transports.mapped.populate import PIECE_BYTES, populate, populate_beside
 from baton.transports.mapped.segments import SHM_DIR, remove_stale_segments, shm_status
 from baton.transports.mapped.shm import ShmTransport
 from baton.transports.process import process_start_ticks
@@ -76,12 +77,38 @@ def test_memory_needs_no_faults_when_it_is_used(transport: ShmTransport) -> None
         for end, bytes_ in ((transport, memory), (other, peer.regions[0])):
             for _ in range(4):  # a piece requests the next one
                 done = threading.Event()
-                end._mover.post(done.set)
+                end._populating.post(done.set)
                 assert done.wait(60)
             before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
             bytes_[:: mmap.PAGESIZE] = 1
             faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
             assert faults < bytes_.size // mmap.PAGESIZE // 10
+
+
+def test_memory_may_be_unmapped_while_its_tables_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = np.frombuffer(mmap.mmap(-1, 3 * PIECE_BYTES), dtype=np.uint8)
+    jobs: list[Callable[[], object]] = []
+    pauses: list[bool] = []
+    monkeypatch.setattr("baton.transports.mapped.populate.populate", lambda piece: piece.size == PIECE_BYTES)
+    monkeypatch.setattr(time, "sleep", lambda seconds: pauses.append(mapped() is None))
+    mapped = weakref.ref(memory)
+    populate_beside(memory, jobs.append)
+    jobs.pop()()
+    (job,) = jobs
+    del memory
+    assert mapped() is None
+    job()
+    assert len(jobs) == 1
+    assert pauses == [False]
+
+
+def test_a_thread_makes_tables_until_close() -> None:
+    transport = ShmTransport()
+    memory = [transport.allocate(name, PIECE_BYTES) for name in ("a", "b")]
+    assert [thread.name for thread in threading.enumerate()].count("baton-populate") == 1
+    transport.close()
+    assert "baton-populate" not in [thread.name for thread in threading.enumerate()]
+    del memory
 
 
 def test_too_much_memory_is_an_error(transport: ShmTransport) -> None:

@@ -8,10 +8,11 @@ import functools
 import json
 import shlex
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -37,6 +38,7 @@ from baton.engine.memory.sizes import check_sizes
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.imports import check_kernel_cache, without_gc
 from baton.router.config.router_settings import RoutingSettings
+from baton.text import Tokenizer
 from baton.wire import Role
 
 if TYPE_CHECKING:
@@ -71,8 +73,6 @@ def serve_command(
             name = engine_id or f"{role}-{listener.getsockname()[1]}"
             config = options.to_config(model, role, name, process)
             check_sizes(config)
-            from baton.text import Tokenizer
-
             tokenizer = Tokenizer.load(config.model, **template)
             reporter.progress("loading libraries")
             with without_gc():
@@ -90,7 +90,7 @@ def serve_command(
                     log_lines(f"{engine.info.model} ({role}) is served at {url}/v1   ({took})")
 
             def make_engine() -> AsyncEngine:
-                return AsyncEngine(config, reporter.progress)
+                return AsyncEngine(config, reporter.progress, tokenizer)
 
             make_app = functools.partial(
                 build_app,
@@ -175,6 +175,7 @@ def up_command(
         router = router_config(routing, admin, listen.host, tokenizer=config.model, **own)
         check_routing(router)
         log_lines(f"starting {fleet.prefill} prefill and {fleet.decode} decode engines of {model}")
+        load_tokenizer = loading_ahead(config.model, listen.template())
         deployment = Deployment(
             config.model,
             fleet.prefill,
@@ -194,7 +195,7 @@ def up_command(
         with deployment:
             key = load_or_create_key(deployment.ticket_key_file)
             roled = {role: tuple(getattr(deployment, f"{role}_urls")) for role in ("prefill", "decode", "both")}
-            router = replace(router, ticket_key=key, **roled)  # type: ignore[arg-type]
+            router = replace(router, ticket_key=key, load_tokenizer=load_tokenizer, **roled)  # type: ignore[arg-type]
 
             def on_ready(url: str) -> None:
                 took = f"started in {time.monotonic() - began:.1f} s"
@@ -207,6 +208,18 @@ def up_command(
             log_lines("ending all processes")
         if supervisor.failure is not None:
             raise EngineUnavailableError(supervisor.failure)
+
+
+def loading_ahead(directory: str, template: Mapping[str, Any]) -> Callable[[str], Tokenizer]:
+    """`Tokenizer.load`, whose first result a thread loads meanwhile."""
+    load: Callable[[str], Tokenizer] = functools.partial(Tokenizer.load, skip_vocabulary=False, **template)
+    ahead = {directory: ThreadPoolExecutor(1).submit(load, directory)}
+
+    def loaded(wanted: str) -> Tokenizer:
+        first = ahead.pop(wanted, None)
+        return load(wanted) if first is None else first.result()
+
+    return loaded
 
 
 def _drafts(spec: SpeculativeConfig) -> str:

@@ -19,6 +19,7 @@ from baton.errors import EngineStalledError, EngineUnavailableError, RequestErro
 from baton.handoff.agent.agent import HandoffAgent
 from baton.kernels.cpu.affinity import bind_team, end_team
 from baton.sampling_params import SamplingParams, StructuredOutputsParams
+from baton.text import Tokenizer
 from baton.waiting import AdmissionLimit
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
 
@@ -72,10 +73,15 @@ def _let_the_loop_send() -> None:
 class AsyncEngine:
     """Loads the model at construction (seconds), serves from `start` to `close`. Raises what `build_engine` raises."""
 
-    def __init__(self, config: EngineConfig, progress: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Callable[[str], None] = lambda text: None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
         self._streams: dict[str, _Stream] = {}
         self._queue = AdmissionLimit(config.max_queued_requests)
-        self._engine = build_engine(config, self._emit, progress)
+        self._engine = build_engine(config, self._emit, progress, tokenizer)
         self._engine.core.steps.after_first = _let_the_loop_send
         self._cache_config = _cache_config(config, self._engine.info.kv_tokens)
         progress("running a first request")

@@ -101,12 +101,24 @@ class Engine:
             transport.close()
 
 
-def build_engine(config: EngineConfig, emit: EmitChunk, progress: Callable[[str], None] = lambda text: None) -> Engine:
+def build_engine(
+    config: EngineConfig,
+    emit: EmitChunk,
+    progress: Callable[[str], None] = lambda text: None,
+    tokenizer: Tokenizer | None = None,
+) -> Engine:
     """Raises `ConfigError`, `CheckpointError` or `TransportError`. `progress` gets start-up steps."""
     with contextlib.ExitStack() as undo:
-        engine = _build(config, emit, progress, undo)
+        engine = _build(config, emit, _Start(progress, tokenizer, undo))
         undo.pop_all()
     return engine
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    progress: Callable[[str], None]
+    tokenizer: Tokenizer | None
+    undo: contextlib.ExitStack
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +142,9 @@ def _scheduler(config: EngineConfig, cache: KVCache) -> Scheduler:
     return scheduler
 
 
-def _build(
-    config: EngineConfig, emit: EmitChunk, progress: Callable[[str], None], undo: contextlib.ExitStack
-) -> Engine:
+def _build(config: EngineConfig, emit: EmitChunk, start: _Start) -> Engine:
     config.check()
+    undo = start.undo
     keys = KeyRing(config.keys, config.engine_id) if config.keys else None
     device = torch.device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -144,7 +155,7 @@ def _build(
     for _ in range(config.num_ranks if ticket_key else 0):
         transports.append(create_transport(config.kv_transfer_config.kv_transport))
         undo.callback(transports[-1].close)
-    computing = _load(config, device, transports, progress, undo)
+    computing = _load(config, device, transports, start)
     loaded, pool, facts = computing.loaded, computing.pool, computing.facts
     cache = KVCache(
         computing.whole,
@@ -202,20 +213,15 @@ def _events(
     return events
 
 
-def _load(
-    config: EngineConfig,
-    device: torch.device,
-    transports: Sequence[Transport],
-    progress: Callable[[str], None],
-    undo: contextlib.ExitStack,
-) -> _Computing:
+def _load(config: EngineConfig, device: torch.device, transports: Sequence[Transport], start: _Start) -> _Computing:
+    progress, undo = start.progress, start.undo
     uses_shm = bool(transports) and transports[0].scheme.rpartition("+")[2] == ShmTransport.scheme
     memory = Memory.measure(device, uses_shm)
     followers = start_followers(config, progress)
     undo.callback(followers.close)
     peers = _join(config, undo)
     place = replace(followers.join(), experts=None if peers is None else peers.shared)
-    loaded = load_checkpoints(config, progress, place)
+    loaded = load_checkpoints(config, progress, place, start.tokenizer)
     model, drafter = loaded.model, loaded.drafter
     if peers is not None and peers.shared.num_layers == 0:
         # Without experts, data-parallel ranks are independent engines.

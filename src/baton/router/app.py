@@ -150,7 +150,7 @@ def _new_pool(
     policy: PolicyConfig,
     readers: EventReaders,
 ) -> EnginePool:
-    load = functools.partial(
+    load = config.load_tokenizer or functools.partial(
         Tokenizer.load,
         chat_template=config.chat_template,
         chat_template_content_format=config.chat_template_content_format,

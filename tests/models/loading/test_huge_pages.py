@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from baton.models.layers.linear import Build, Linear
-from baton.models.loading.huge_pages import collapse, pages_of, size_in, use_huge_pages
+from baton.models.loading.huge_pages import collapse, pages_of, runs_of, size_in, use_huge_pages
 
 
 def test_each_page_that_holds_a_weight_is_moved_once() -> None:
@@ -19,10 +19,14 @@ def test_each_page_that_holds_a_weight_is_moved_once() -> None:
 
     def advise(address: int, size: int, what: int) -> int:
         calls.append((address, size, what))
-        return -1 if address == 10 else 0
+        return -1 if address == 0 else 0
 
-    assert collapse([0, 1, 4], 10, advise) == 2, "one has failed"
-    assert calls == [(page * 10, 10, what) for what in (14, 25) for page in (0, 1, 4)]
+    assert collapse([0, 1, 3, 4, 5], 10, advise) == 3, "one call has failed"
+    assert calls == [(start, size, what) for what in (14, 25) for start, size in ((0, 20), (30, 30))]
+
+
+def test_calls_are_for_few_pages() -> None:
+    assert runs_of(range(7, 77)) == [(7, 32), (39, 32), (71, 6)]
 
 
 def test_start_up_waits_for_some_pages_only() -> None:
@@ -33,7 +37,7 @@ def test_start_up_waits_for_some_pages_only() -> None:
         moved.append(what)
         return 0
 
-    collapse([1, 2, 3, 4], 10, advise, lambda: next(seconds))
+    collapse([1, 3, 5, 7], 10, advise, lambda: next(seconds))
     assert moved == [14] * 4 + [25] * 2
 
 

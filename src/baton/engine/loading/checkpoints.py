@@ -29,8 +29,13 @@ class Loaded:
     grammars: Grammars | None
 
 
-def load_checkpoints(config: EngineConfig, progress: Callable[[str], None], ranks: TensorRank = SINGLE_RANK) -> Loaded:
-    """Load this rank's part of the target, and the whole drafter.
+def load_checkpoints(
+    config: EngineConfig,
+    progress: Callable[[str], None],
+    ranks: TensorRank = SINGLE_RANK,
+    tokenizer: Tokenizer | None = None,
+) -> Loaded:
+    """Load this rank's part of the target, the whole drafter, and the tokenizer unless given.
 
     Raises `CheckpointError`, and `ConfigError` for a target that cannot be split over this many ranks.
     """
@@ -40,7 +45,7 @@ def load_checkpoints(config: EngineConfig, progress: Callable[[str], None], rank
         model = load_model(
             config.model, config.dtype, config.device, config.batch_invariant, ranks, config.quantization
         )
-    tokenizer = Tokenizer.load(config.model, config.skip_tokenizer_init)
+    tokenizer = tokenizer or Tokenizer.load(config.model, config.skip_tokenizer_init)
     spec = config.speculative_config
     drafter: Drafter | None = None
     if spec is not None:

@@ -1,7 +1,6 @@
 """Packed weights in huge pages (Linux).
 
-A step of few rows reads every weight once. With pages of 4 KiB the CPU walks the page table for each, and two engines
-of one model and process differ by a sixth, depending on where these lie.
+A step of few rows reads every weight once, with pages of 4 KiB after a walk of page tables.
 """
 
 from __future__ import annotations
@@ -23,6 +22,8 @@ _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 LEAST_BYTES = 32 << 20
 # CPU time. A page takes about a millisecond; the kernel does the rest later, little by little.
 _MOST_S = 1.0
+# Of a call, which first has every CPU release its lists of new pages.
+_MOST_PAGES = 32
 Advise = Callable[[int, int, int], int]
 
 
@@ -66,12 +67,25 @@ def pages_of(ranges: Iterable[tuple[int, int]], size: int) -> list[int]:
 
 
 def collapse(pages: Sequence[int], size: int, advise: Advise, clock: Callable[[], float] = time.thread_time) -> int:
-    """Returns how many were moved at once. Those that fail, as without memory, stay as they are."""
-    started, num_moved = clock(), 0
-    for page in pages:
-        advise(page * size, size, _MADV_HUGEPAGE)
-    for page in pages:
+    """Returns how many were moved by calls without failures."""
+    started, num_moved, runs = clock(), 0, runs_of(pages)
+    for first, count in runs:
+        advise(first * size, count * size, _MADV_HUGEPAGE)
+    for first, count in runs:
         if clock() - started > _MOST_S:
             break
-        num_moved += advise(page * size, size, _MADV_COLLAPSE) == 0
+        if advise(first * size, count * size, _MADV_COLLAPSE) == 0:
+            num_moved += count
     return num_moved
+
+
+def runs_of(pages: Iterable[int]) -> list[tuple[int, int]]:
+    """Neighbours among ascending pages, at most `_MOST_PAGES` together: (first, count)."""
+    runs: list[tuple[int, int]] = []
+    for page in pages:
+        first, count = runs[-1] if runs else (page, 0)
+        if page == first + count and 0 < count < _MOST_PAGES:
+            runs[-1] = first, count + 1
+        else:
+            runs.append((page, 1))
+    return runs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.openai.http.access import OPEN, Access
@@ -11,7 +12,7 @@ from baton.openai.tools import NO_PARSING, Parsing
 from baton.router.config.router_settings import RouterSettings
 from baton.router.timers import RouterTimers
 from baton.router.workers.loads import RouterProcess
-from baton.text import ContentFormatOption
+from baton.text import ContentFormatOption, Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,7 @@ class RouterConfig(RouterSettings):
     - `kv_event_source`, `kv_event_replay_source`: `URL=ENDPOINT` of engines that do not report where they publish.
     - `chat_template` (a text) None: the checkpoint's. `chat_template_content_format`: how it reads the content of
       messages.
+    - `load_tokenizer`: from a directory; None: with this chat template.
     - `worker`: which of the router's processes this is; None: the only one.
     - `admin_token` None: engines cannot join or leave at run time. `host_names`: the router's names for `Admin`.
     """
@@ -45,3 +47,4 @@ class RouterConfig(RouterSettings):
     parsing: Parsing = NO_PARSING
     per_request: PerRequestMetrics = NO_METRICS
     worker: RouterProcess | None = None
+    load_tokenizer: Callable[[str], Tokenizer] | None = None

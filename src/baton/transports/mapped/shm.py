@@ -28,6 +28,7 @@ from msgspec import Meta
 from baton.errors import ProtocolError, TransportError
 from baton.transports.base import ByteArray, Peer, close_at_exit
 from baton.transports.mapped.memory_transport import MemoryPeer, MemoryTransport
+from baton.transports.mapped.mover import Mover
 from baton.transports.mapped.populate import populate_beside
 from baton.transports.mapped.segments import SEGMENT_NAME, SHM_DIR, remove_stale_segments
 from baton.transports.process import ProcessWatch, own_host_key, process_start_ticks
@@ -86,6 +87,7 @@ class ShmTransport(MemoryTransport):
         super().__init__()
         self._segments: list[_Segment] = []
         self._owner = os.getpid()
+        self._populating = Mover("baton-populate")
         remove_stale_segments()
         close_at_exit(self)
 
@@ -112,7 +114,7 @@ class ShmTransport(MemoryTransport):
                 why = f"{SHM_DIR} is full" if short else str(error)
                 raise TransportError(f"cannot allocate {nbytes} bytes of shared memory for {name!r}: {why}") from error
             self._segments.append(segment)
-        populate_beside(segment.memory, self._mover.post)
+        populate_beside(segment.memory, self._populating.post)
         return segment.memory
 
     def _describe(self, regions: list[ByteArray]) -> bytes:
@@ -155,7 +157,7 @@ class ShmTransport(MemoryTransport):
         except (OSError, ValueError) as error:
             raise TransportError(f"cannot map shared memory {parsed.segments[0].name}: {error}") from error
         for one in memory:
-            populate_beside(one, self._mover.post)
+            populate_beside(one, self._populating.post)
         return MemoryPeer(
             name=parsed.segments[0].name,
             regions=[memory[r.segment][r.offset : r.offset + r.nbytes] for r in parsed.regions],
@@ -172,6 +174,7 @@ class ShmTransport(MemoryTransport):
             self._mover.post(_sweep)
 
     def _release(self) -> None:
+        self._populating.close()
         # A forked child must not remove the parent's memory.
         for segment in self._segments:
             if self._owner == os.getpid():
