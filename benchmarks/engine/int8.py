@@ -1,26 +1,32 @@
-"""Weights in int8 against bfloat16 on this machine: tokens per second, and perplexity of a text.
+"""Weights in int8 against bfloat16: tokens per second, perplexity of this repository's documentation, and acceptance of
+an EAGLE-3 head's drafts by position, greedy.
 
-    python -m benchmarks.engine.int8 [MODEL]
+    python -m benchmarks.engine.int8 [MODEL HEAD]
 
-Both models run in this process, in turns. The text is this repository's documentation. Ratios are int8 over bfloat16:
-medians, with their range. The default model is SmolLM2-135M-Instruct, whose weights come from 4-bit numbers.
+Both models run in this process, in turns. Ratios are int8 over bfloat16: medians, with their range. The default is
+SmolLM2-135M-Instruct, whose weights come from 4-bit numbers.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 from baton.engine.llm import LLM
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
 from baton.sampling_params import SamplingParams
-from benchmarks.smollm2 import smollm2
+from benchmarks.smollm2 import QUESTIONS, chat_ids, smollm2
 
 _DOCS = Path(__file__).parents[2] / "docs"
 _WINDOW, _NUM_WINDOWS = 512, 8
+_HEAD = "models/baton-smollm2-eagle3"
+_MANNERS = ("", "In one sentence: ", "Explain to an expert: ", "Answer at length. ")
+_NUM_DRAFTS, _ANSWER = 3, 192
 
 
 def seconds(llm: LLM, batch: int, num_prompt_tokens: int, num_tokens: int, turn: int) -> float:
@@ -43,9 +49,21 @@ def perplexity(llm: LLM) -> float:
     return math.exp(statistics.fmean(losses))
 
 
+def acceptance(model: str, head: str, **settings: Any) -> list[float]:
+    """Accepted drafts per verification, by position."""
+    spec = {"method": "eagle3", "model": head, "num_speculative_tokens": _NUM_DRAFTS}
+    with LLM(model, speculative_config=spec, **settings) as llm:
+        tokenizer = llm._engine.tokenizer
+        chats = [chat_ids(tokenizer, "".join(parts)) for parts in itertools.product(_MANNERS, QUESTIONS)]
+        llm.generate(chats, SamplingParams(max_tokens=_ANSWER, temperature=0.0))
+        metrics = llm.metrics
+    return [count / metrics.num_drafts for count in metrics.accepted_per_pos]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?")
+    parser.add_argument("head", nargs="?", default=_HEAD)
     parser.add_argument("--turns", type=int, default=7)
     options = parser.parse_args()
     if not HAS_BF16_PAIRS:
@@ -72,7 +90,13 @@ def main() -> None:
                 flush=True,
             )
         before, after = perplexity(wide), perplexity(narrow)
-        print(f"perplexity             {before:.3f} -> {after:.3f}, ratio {after / before:.4f}")
+        print(f"perplexity             {before:.3f} -> {after:.3f}, ratio {after / before:.4f}", flush=True)
+    rates = (
+        acceptance(model, options.head, **settings),
+        acceptance(model, options.head, quantization="int8", **settings),
+    )
+    for position, (before, after) in enumerate(zip(*rates, strict=True)):
+        print(f"acceptance, draft {position + 1}    {before:.3f} -> {after:.3f}, difference {after - before:+.3f}")
 
 
 if __name__ == "__main__":
