@@ -141,6 +141,17 @@ def _widened(typing_context: Any, element: Any, source: Any, destination: Any) -
     return numba.void(element, numba.int64, numba.int64), generate
 
 
+def prefetch(builder: Any, address: Any, num_bytes: int) -> None:
+    """Bring bytes into the second cache. They need not exist."""
+    pointer = ir.IntType(8).as_pointer()
+    function_type = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
+    function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
+    is_write, locality, is_data = (ir.Constant(_I32, value) for value in (0, 2, 1))
+    for line in range(0, num_bytes, 64):
+        place = builder.inttoptr(builder.add(address, ir.Constant(_I64, line)), pointer)
+        builder.call(function, [place, is_write, locality, is_data])
+
+
 def _touched(typing_context: Any, address: Any) -> Any:
     """Read the 8 bytes around this address. CPUs drop a prefetch instruction when it matters most."""
 
