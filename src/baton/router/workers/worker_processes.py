@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _YOUNG_S = 5.0
 _LOOK_S = 0.2
 _PAUSE_S = 1.0
-_SILENT_S = 10.0
+_SILENT_S = 30.0
 _HANDLED = (signal.SIGTERM, signal.SIGINT)
 _NUMBER_BYTES = 2
 # Serves as process `number`, and calls the function when ready and each second from then on.
