@@ -85,14 +85,12 @@ def test_memory_needs_no_faults_when_it_is_used(transport: ShmTransport) -> None
             assert faults < bytes_.size // mmap.PAGESIZE // 10
 
 
-def test_memory_may_be_unmapped_while_its_tables_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_may_be_unmapped_while_its_tables_are_made() -> None:
     memory = np.frombuffer(mmap.mmap(-1, 3 * PIECE_BYTES), dtype=np.uint8)
     jobs: list[Callable[[], object]] = []
     pauses: list[bool] = []
-    monkeypatch.setattr("baton.transports.mapped.populate.populate", lambda piece: piece.size == PIECE_BYTES)
-    monkeypatch.setattr(time, "sleep", lambda seconds: pauses.append(mapped() is None))
     mapped = weakref.ref(memory)
-    populate_beside(memory, jobs.append)
+    populate_beside(memory, jobs.append, lambda seconds: pauses.append(mapped() is None))
     jobs.pop()()
     (job,) = jobs
     del memory

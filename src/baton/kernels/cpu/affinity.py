@@ -15,6 +15,8 @@ import contextlib
 import ctypes
 import os
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -49,7 +51,11 @@ def bind_team() -> bool:
     return True
 
 
-def end_team() -> bool:
+def _libgomp() -> object:
+    return ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD)
+
+
+def end_team(libgomp: Callable[[], Any] = _libgomp) -> bool:
     """End the calling thread's team; its next parallel region makes a new one. Returns whether that was done.
 
     `omp_pause_resource_all` (OpenMP 5.2, 18.6.2), not within a parallel region.
@@ -57,7 +63,7 @@ def end_team() -> bool:
     if gomp_parallel() is None:
         return False
     try:
-        pause = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD).omp_pause_resource_all
+        pause = libgomp().omp_pause_resource_all
     except AttributeError:  # before GCC 9
         return False
     return bool(pause(_PAUSE_SOFT) == 0)

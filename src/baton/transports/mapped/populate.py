@@ -29,7 +29,9 @@ def populate(memory: ByteArray) -> bool:
     return bool(_madvise(start, address + memory.nbytes - start, _MADV_POPULATE_WRITE) == 0)
 
 
-def populate_beside(memory: ByteArray, post: Callable[[Callable[[], object]], None]) -> None:
+def populate_beside(
+    memory: ByteArray, post: Callable[[Callable[[], object]], None], sleep: Callable[[float], object] = time.sleep
+) -> None:
     """`populate` in pieces, each a job for `post`, with pauses. Does not keep `memory` mapped."""
     mapped = weakref.ref(memory)
 
@@ -39,7 +41,7 @@ def populate_beside(memory: ByteArray, post: Callable[[Callable[[], object]], No
         began = time.thread_time()
         more = populate(whole[start : start + PIECE_BYTES]) and start + PIECE_BYTES < whole.nbytes
         del whole
-        time.sleep(_PAUSE * (time.thread_time() - began))
+        sleep(_PAUSE * (time.thread_time() - began))
         if more:
             post(lambda: piece(start + PIECE_BYTES))
 
