@@ -66,5 +66,6 @@ def _read(states: Tensor, slots: IntArray) -> Tensor:
 
 def _index(slots: IntArray, device: torch.device) -> Tensor | slice:
     """One slot gives a view: copies take as long as the recurrence."""
-    one = slice(int(slots[0]), int(slots[0]) + 1) if len(slots) == 1 else None
-    return one or torch.from_numpy(slots).to(device)
+    if len(slots) == 1:
+        return slice(int(slots[0]), int(slots[0]) + 1)
+    return torch.from_numpy(slots).to(device)
