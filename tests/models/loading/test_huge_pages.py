@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from baton.models.layers.linear import Build, Linear
-from baton.models.loading.huge_pages import collapse, pages_of, runs_of, size_in, use_huge_pages
+from baton.models.loading.huge_pages import (
+    HUGE_PAGE_SIZE,
+    collapse,
+    madvise,
+    pages_of,
+    runs_of,
+    size_in,
+    use_huge_pages,
+)
 
 
 def test_each_page_that_holds_a_weight_is_moved_once() -> None:
@@ -65,8 +73,14 @@ def test_a_packed_weight_is_in_huge_pages() -> None:
     expected, before = layer(rows), num_huge()
     use_huge_pages([layer, None])
     assert num_huge() == before, "few bytes stay in the caches"
-    use_huge_pages([layer, None], least_bytes=1)
-    assert torch.equal(layer(rows), expected)
-    if layer.in_place() is None or num_huge() == before:
-        pytest.skip("no packed weights, or no huge pages, on this machine")
-    assert num_huge() - before >= 4 * 1024
+    for _ in range(5):  # a call fails where one page is in use elsewhere at that moment
+        use_huge_pages([layer, None], least_bytes=1)
+        assert torch.equal(layer(rows), expected)
+        if num_huge() - before >= 4 * 1024:
+            return
+    size, control, before = size_in(HUGE_PAGE_SIZE), torch.ones(4 << 20), num_huge()
+    if layer.in_place() is not None and size is not None:
+        collapse(pages_of([(control.data_ptr(), control.nbytes)], size)[1:-1], size, madvise())
+    if num_huge() - before >= 8 * 1024:
+        pytest.fail("this system has huge pages, and gave the weight none")
+    pytest.skip("no packed weights, or few huge pages, on this machine")

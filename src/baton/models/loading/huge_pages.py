@@ -16,7 +16,7 @@ from torch import nn
 from baton.models.layers.linear import Linear
 
 log = logging.getLogger(__name__)
-_SIZE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
+HUGE_PAGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 # Weights that the caches may hold gain little.
 LEAST_BYTES = 32 << 20
@@ -37,14 +37,18 @@ def use_huge_pages(modules: Iterable[object], least_bytes: int = LEAST_BYTES) ->
         if isinstance(layer, Linear)
     }
     ranges = sorted(found for layer in linears if (found := _place_of(layer)) is not None)
-    size = size_in(_SIZE_FILE)
+    size = size_in(HUGE_PAGE_SIZE)
     if size is None or sum(count for _, count in ranges) < least_bytes:
         return
+    pages = pages_of(ranges, size)
+    num_moved = collapse(pages, size, madvise())
+    log.debug("%d of %d huge pages for weights", num_moved, len(pages))
+
+
+def madvise() -> Advise:
     advise = ctypes.CDLL(None).madvise
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    pages = pages_of(ranges, size)
-    num_moved = collapse(pages, size, advise)
-    log.debug("%d of %d huge pages for weights", num_moved, len(pages))
+    return advise
 
 
 def size_in(file: Path) -> int | None:
