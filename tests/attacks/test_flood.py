@@ -53,19 +53,15 @@ def test_new_identities_push_out_one_another_and_no_peer(scene: Scene, until: Un
     thread = threading.Thread(target=flood)
     thread.start()
     try:
-        served, deadline = 0, time.monotonic() + 3.0
-        while time.monotonic() < deadline:
+        served = 0
+        while served < 6 or sent <= 4 * MAX_UNPROVEN or not scene.p.agent.stats().evicted:
             scene.traffic.serve_one()
             served += 1
     finally:
         stop.set()
         thread.join()
         context.term()
-    stats = scene.p.agent.stats()
-    assert sent > 4 * MAX_UNPROVEN
-    assert stats.evicted > 0
-    assert stats.sessions == 1
-    assert served > 5
+    assert scene.p.agent.stats().sessions == 1
     # A new peer can still connect.
     scene.d = scene.traffic.d = scene.node("D2")
     scene.traffic.serve_one()
