@@ -107,12 +107,12 @@ def test_a_frame_over_the_size_limit_ends_only_its_own_connection(scene: Scene) 
 @pytest.mark.parametrize("with_keys", [False, True])
 def test_a_slice_of_the_fuzzer(with_keys: bool) -> None:
     """The complete fuzzer: `python -m simulation.fuzz.messages --messages 1000000`."""
-    report = messages.run(10_000, seed=7, processes=1, with_keys=with_keys)
+    report = messages.run(4_000, seed=7, processes=1, with_keys=with_keys)
     assert report.faults == []
-    assert report.received >= 10_000
+    assert report.received >= 4_000
     stats = report.stats["P"]
-    assert stats.malformed > 1000
-    assert stats.rejected > 100
+    assert stats.malformed > 400
+    assert stats.rejected > 40
 
 
 # ---------------------------------------------------------------- the decoder alone

@@ -33,15 +33,15 @@ Until = Callable[[Callable[[], object]], None]
 @pytest.mark.parametrize("with_keys", [False, True])
 def test_a_slice_of_the_socket_fuzzer(with_keys: bool) -> None:
     """The complete fuzzer: `python -m simulation.fuzz.sockets --frames 10000000`."""
-    report = sockets.run(20_000, seed=1, processes=1, with_keys=with_keys, settle_s=0.0)
+    report = sockets.run(8_000, seed=1, processes=1, with_keys=with_keys, settle_s=0.0)
     assert report.faults == []
-    assert report.sent.frames >= 20_000
+    assert report.sent.frames >= 8_000
     kinds = report.sent.kinds
-    assert min(kinds.values()) > 10
+    assert min(kinds.values()) > 4
     # Strangers come to the last message of a handshake, where their key is refused.
     assert ("initiate" in kinds) == with_keys
     assert report.victims is not None
-    assert report.victims.refused > 200
+    assert report.victims.refused > 80
 
 
 @pytest.mark.parametrize("make", [HttpMaker, ZmtpMaker])
