@@ -3,8 +3,8 @@
     python -m benchmarks.vllm.first_tokens --vllm-python $(python3 tools/install_vllm.py)/bin/python
 
 Without speculation, then with EAGLE-3: one server and a pair for each connector run together (7 servers, 1.3 GB each).
-Each round sends the same new prompt to all, one at a time in changing order (`benchmarks.vllm.handoffs`). Ratios are
-taken within rounds.
+Each round sends the same new prompt to all, one at a time in changing order (`benchmarks.vllm.handoffs`), while the
+servers of the others are stopped (SIGSTOP), since each uses 2% of a core when idle. Ratios are taken within rounds.
 """
 
 from __future__ import annotations
@@ -43,9 +43,7 @@ DRAWS = 2000
 def deployments(
     python: str, model: str, folder: Path, drafter: str | None, first_steps: Sequence[FirstStep], peers: Sequence[str]
 ) -> Iterator[tuple[Deployment, list[Deployment]]]:
-    """One server, and the pairs, all started at once. With a drafter there is a pair of `BatonConnector` for each of
-    `first_steps`; without one vLLM verifies nothing.
-    """
+    """One server and the pairs; with a drafter, one of `BatonConnector` for each of `first_steps`."""
     folder.mkdir(parents=True, exist_ok=True)
     flags: tuple[str, ...] = SMALL
     if drafter is not None:
@@ -135,7 +133,7 @@ def first_tokens_command(
             folder = (log_dir or Path(scratch)) / label.replace(", ", "-").replace(" ", "-")
             with deployments(vllm_python, model, folder, method, steps, connectors) as (one, pairs):
                 for length in (int(each) for each in lengths.split(",")):
-                    rows = asyncio.run(rounds(one, pairs, length, num_rounds, max_tokens, False, SLEEP_S))
+                    rows = asyncio.run(rounds(one, pairs, length, num_rounds, max_tokens, True, SLEEP_S))
                     results[f"{label}, {length}"] = {name: asdict(row) for name, row in rows.items()}
                     print(f"\n{label}, {length} tokens, {num_rounds} rounds, {max_tokens} tokens each:")
                     print("\n".join(table(rows, one.name, peer)), flush=True)

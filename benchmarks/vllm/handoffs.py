@@ -3,9 +3,9 @@
     python -m benchmarks.vllm.handoffs --vllm-python $(python3 tools/install_vllm.py)/bin/python
 
 Every round sends the same new prompt to all deployments, in changing order, and waits in between until their processes
-sleep, so that only one deployment runs at a time. Ratios are taken within rounds. vLLM's own connectors are measured
-"at their best" (not pinned to a core, and improved by `benchmarks.vllm.peers`) and as shipped; as shipped they burn a
-core when idle, so they are stopped (SIGSTOP) while the single server runs.
+sleep. Ratios are taken within rounds. vLLM's own connectors are measured "at their best" (not pinned to a core, and
+improved by `benchmarks.vllm.peers`) and as shipped; as shipped they burn a core when idle, so they and the single
+server run in turns (SIGSTOP).
 """
 
 from __future__ import annotations
@@ -150,10 +150,10 @@ def serve_pair(
         yield deploy(p, d)
 
 
-def _stop(deployments: Sequence[Deployment], number: signal.Signals) -> None:
-    for deployment in deployments:
-        for server in deployment.servers:
-            server.signal(number)
+def _resume(servers: Sequence[VllmServer], only: Sequence[VllmServer]) -> None:
+    """`only` run, the others of `servers` are stopped."""
+    for server in servers:
+        server.signal(signal.SIGCONT if server in only else signal.SIGSTOP)
 
 
 async def rounds(
@@ -165,11 +165,12 @@ async def rounds(
     pause: bool,
     sleep_s: float = SLEEP_S,
 ) -> dict[str, Row]:
-    """Send `num_rounds` prompts to all of them, with `sleep_s` between two requests. `pause`: stop the others while
-    `one` runs.
+    """Send `num_rounds` prompts to all of them, with `sleep_s` before each request. `pause`: only the servers that
+    answer it run, from before `sleep_s`.
     """
     rng = random.Random(length)
     rows = {deployment.name: Row() for deployment in (one, *others)}
+    servers = [server for deployment in (one, *others) for server in deployment.servers]
     async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
         for index in range(WARM_UP + num_rounds):
             prompt = [rng.randrange(*VOCABULARY) for _ in range(length)]
@@ -177,18 +178,16 @@ async def rounds(
             rng.shuffle(order)
             found: dict[str, list[int]] = {}
             for deployment in order:
-                if pause and deployment is one:
-                    _stop(others, signal.SIGSTOP)
+                _resume(servers, deployment.servers if pause else servers)
+                await asyncio.sleep(sleep_s)
                 answer = await _ask(deployment, session, prompt, num)
                 if answer is not None:
                     found[deployment.name] = answer.token_ids
                 if index >= WARM_UP:
                     rows[deployment.name].add(answer)
-                await asyncio.sleep(sleep_s)
-                if pause and deployment is one:
-                    _stop(others, signal.SIGCONT)
             for name, tokens in found.items():
                 rows[name].num_other += tokens != found.get(one.name)
+    _resume(servers, servers)
     return rows
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
 import pytest
 
 from benchmarks.vllm import first_tokens
-from benchmarks.vllm.handoffs import Row, table
+from benchmarks.vllm.handoffs import Deployment, Row, rounds, table
 from benchmarks.vllm.legs import Answer
 
 
@@ -48,3 +53,38 @@ def test_first_tokens_are_compared_with_one_vllm_and_with_a_peer() -> None:
     assert cells[5:8] == ["1.00", "2.54", "1.18"]
     assert cells[8:11] == ["0.50", "0.73", "0.84"]
     assert "1st over peer" in lines[0]
+
+
+@dataclass(eq=False)
+class Pausable:
+    """In place of a `VllmServer`."""
+
+    running: bool = True
+
+    def signal(self, number: signal.Signals) -> None:
+        self.running = number == signal.SIGCONT
+
+
+@dataclass
+class Observing:
+    """Legs that note which servers run."""
+
+    servers: Sequence[Pausable]
+    seen: list[list[bool]] = field(default_factory=list)
+
+    async def ask(self, session: object, prompt: Sequence[int], num: int) -> Answer:
+        self.seen.append([server.running for server in self.servers])
+        return answer(0.01, 0.001, num)
+
+
+@pytest.mark.parametrize("pause", [True, False])
+async def test_only_the_servers_that_are_measured_run(pause: bool) -> None:
+    servers: Any = [Pausable() for _ in range(5)]
+    used = (servers[:1], servers[1:3], servers[1:3], servers[3:])
+    found = [Deployment(str(at), cast(Any, Observing(servers)), tuple(own)) for at, own in enumerate(used)]
+    rows = await rounds(found[0], found[1:], 4, 2, 3, pause=pause, sleep_s=0.0)
+    assert [len(row.ttft) for row in rows.values()] == [2] * 4
+    for deployment in found:
+        expected = [not pause or any(server is own for own in deployment.servers) for server in servers]
+        assert cast(Any, deployment.legs).seen == [expected] * 4
+    assert all(server.running for server in servers)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
 from baton.errors import ConfigError
 from baton.handoff.session.keys import make_keys
-from baton.vllm.config import read_config
+from baton.vllm.config import check_transfer, read_config
 
 KEY = {"keys": "keys"}
 
@@ -59,3 +61,22 @@ def test_keys_that_are_not_there_are_named(tmp_path: Path) -> None:
         config.ticket_key()
     make_keys(tmp_path / "keys", ["P"])
     assert config.ticket_key() == config.ticket_key()
+
+
+@dataclass
+class Transfer:
+    """Fields of vLLM's `KVTransferConfig`."""
+
+    engine_id: str = field(default_factory=lambda: uuid4().hex)
+    kv_role: str | None = None
+    kv_buffer_device: str = "cuda"
+    kv_port: int = 14579
+    kv_connector_extra_config: dict[str, Any] = field(default_factory=dict)
+
+
+@pytest.mark.parametrize(("name", "value"), [("kv_port", 7100), ("kv_buffer_device", "cpu")])
+def test_a_setting_of_other_connectors_is_not_ignored(name: str, value: Any) -> None:
+    check_transfer(own := Transfer(kv_role="kv_both", kv_connector_extra_config=KEY))
+    setattr(own, name, value)
+    with pytest.raises(ConfigError, match=f"{name}: BatonConnector has its own settings, in kv_connector_extra_config"):
+        check_transfer(own)

@@ -280,9 +280,10 @@ def test_an_aborted_decode_leg(receiving: bool) -> None:
         {"baton": {"role": "decode", "ticket": sign_ticket(KEY, ticket()), "remote_host": "10.0.0.1"}},
         {"baton": {"role": "source", "ticket": 5}},
         {"baton": [1] * 1000},
+        *("baton", 5, ["baton"]),  # as `vllm_xargs` may have it
     ],
 )
-def test_hostile_params_change_nothing(params: dict[str, Any] | None) -> None:
+def test_hostile_params_change_nothing(params: Any) -> None:
     d = side("D")
     request = Request("decode-1", PROMPT, params)
     d.on_new_request(request)
@@ -308,6 +309,18 @@ def test_reasons_are_few_whatever_a_client_writes(caplog: pytest.LogCaptureFixtu
         assert d.on_finished(hostile) == (False, None)
     assert d.refused == {"kv_transfer_params are malformed": 3}
     assert max(len(record.getMessage()) for record in caplog.records) < 500
+
+
+def test_a_proxy_of_another_connector_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Else both servers would compute its prompts, and nobody would notice."""
+    p = side("P")
+    p.on_new_request(Request("r", PROMPT, {"do_remote_decode": True, "do_remote_prefill": False}))
+    assert p.refused == {"kv_transfer_params are another connector's": 1}
+    assert "served without a handoff: kv_transfer_params are another connector's" in caplog.text
+    for nothing in (None, {}):
+        p.on_new_request(Request("s", PROMPT, nothing))
+    assert p.refused.total() == 1
+    assert not p.has_news()
 
 
 @pytest.mark.parametrize(

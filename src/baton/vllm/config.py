@@ -14,12 +14,12 @@ from baton.wire import KVStream
 
 FIELD = "kv_connector_extra_config"
 FirstStep = Literal["recompute", "verify"]
+# Read by vLLM, or here.
+_READ = {"kv_connector", "kv_connector_module_path", FIELD, "kv_role", "engine_id", "kv_load_failure_policy"}
 
 
 class PluginConfig(EngineSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The fields of `kv_connector_extra_config`, besides those of `EngineSettings`: docs/vllm.md ("Settings") explains
-    each. `kv_stream`, `first_step` None: the best that is possible.
-    """
+    """`kv_stream`, `first_step` None: the best that is possible."""
 
     field: ClassVar[str] = FIELD
 
@@ -36,3 +36,10 @@ def read_config(extra: Mapping[str, Any]) -> PluginConfig:
         raise ConfigError(FIELD, str(error)) from error
     config.check("vLLM")
     return config
+
+
+def check_transfer(transfer: Any) -> None:
+    """Raises `ConfigError` for a field that would be ignored."""
+    for name, default in vars(type(transfer)()).items():
+        if name not in _READ and (value := getattr(transfer, name)) != default:
+            raise ConfigError(name, f"BatonConnector has its own settings, in {FIELD}: leave this out, got {value!r}")

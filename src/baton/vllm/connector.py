@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from baton.errors import ConfigError
 from baton.plugin_base.ranks import joined_addresses
 from baton.vllm import caches, compat
-from baton.vllm.config import read_config
+from baton.vllm.config import check_transfer, read_config
 from baton.vllm.draft_slots import RememberedSlots
 from baton.vllm.groups import EarlyBlocks
 from baton.vllm.metrics import TOTALS, BatonPromMetrics, BatonStats
@@ -81,6 +81,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         compat.check_config(vllm_config)
         self._transfer = vllm_config.kv_transfer_config
+        check_transfer(self._transfer)
         settings = read_config(self._transfer.kv_connector_extra_config)
         compat.stream_of(vllm_config, settings.kv_stream)
         first_step = compat.first_step_of(vllm_config, settings.first_step)

@@ -176,7 +176,10 @@ class SchedulerSide:
 
     def _params(self, request: VllmRequest) -> LegParams | None:
         given = request.kv_transfer_params
+        if not given:
+            return None
         if not isinstance(given, dict) or BATON_PARAM not in given:
+            self._refuse(request, "kv_transfer_params are another connector's")
             return None
         try:
             return msgspec.convert(given[BATON_PARAM], LegParams)
