@@ -51,6 +51,9 @@ def check_server(server: Any, parallel: Any) -> None:
         raise ConfigError("enable_pd_role_switch", "a ticket names the role in which a server was registered")
     if server.disaggregation_decode_allocation_policy != "early":
         raise ConfigError("disaggregation_decode_allocation_policy", "the plug-in decides when D allocates: use early")
+    if (device := server.disaggregation_ib_device) is not None:
+        instead = "nixl:// has UCX_NET_DEVICES, and mooncake:// its device"
+        raise ConfigError("disaggregation_ib_device", f"the plug-in would ignore it: {instead}, got {device!r}")
 
 
 def pools_of(queue: Any) -> RankPools:

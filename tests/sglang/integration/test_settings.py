@@ -23,11 +23,15 @@ def test_settings_are_those_that_sglang_has_decided_on() -> None:
         enable_multi_layer_eagle=False,
         enable_pd_role_switch=False,
         disaggregation_decode_allocation_policy="early",
+        disaggregation_ib_device=None,
     )
     declare_resolution(given, "test", device="cuda", speculative_algorithm="EAGLE")
     with pytest.raises(ConfigError, match="got None"):
         compat.check_server(given, SimpleNamespace())
     compat.check_server(compat.resolved(given), SimpleNamespace())
+    given.disaggregation_ib_device = "mlx5_0"
+    with pytest.raises(ConfigError, match="has UCX_NET_DEVICES, and mooncake:// its device, got 'mlx5_0'"):
+        compat.check_server(compat.resolved(given), SimpleNamespace())
 
 
 def test_the_stand_in_for_kernels_has_none_for_amx() -> None:
