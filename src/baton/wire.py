@@ -55,6 +55,10 @@ class PromptIds(list[int]):
         return self._json
 
 
+def encoded_once(prompt: list[int]) -> list[int] | msgspec.Raw:
+    return msgspec.Raw(prompt.json()) if isinstance(prompt, PromptIds) else prompt
+
+
 class HandoffParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Marks a request as a leg of a handoff, or as one that an engine of a deployment computes `alone`. For `alone` the
     `ticket` names the engine as both P and D.

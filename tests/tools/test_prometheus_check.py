@@ -10,8 +10,7 @@ from tools.prometheus_check import metric_names, queries
 
 def test_every_metric_of_the_queries_is_exposed() -> None:
     front, engine = FrontMetrics(), EngineMetrics()
-    front.of_model("m")
-    front.vllm_success.labels("m", "stop")
+    front.of_model("m").ended["stop"] += 1
     engine.verified(3, 1)
     engine.load = load_of(0)
     front.registry.register(RowCollector(lambda: with_vllm_names(engine.collect_rows(), "m")))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import aiohttp
@@ -44,20 +45,27 @@ def base_url(url: str, field: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-@contextlib.contextmanager
-def convert_errors(where: str, unreached: type[EngineUnavailableError] = EngineLostError) -> Iterator[None]:
+@dataclass(frozen=True, slots=True)
+class convert_errors:
     """Convert errors to `EngineLostError` (the server `where` may have taken the request), `unreached`, or
     `ProtocolError` (its response is malformed)."""
-    try:
-        yield
-    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-        raise unreached(f"{where}: {error_line(error)}") from None
-    except asyncio.TimeoutError:
-        raise EngineLostError(f"{where}: no answer in time") from None
-    except (aiohttp.ClientError, OSError) as error:
-        raise EngineLostError(f"{where}: {error_line(error)}") from None
-    except (msgspec.DecodeError, LineTooLong, ValueError, RecursionError) as error:
-        raise ProtocolError(f"{where}: the answer is malformed: {error_line(error)}") from None
+
+    where: str
+    unreached: type[EngineUnavailableError] = EngineLostError
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            return
+        if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+            raise self.unreached(f"{self.where}: {error_line(error)}") from None
+        if isinstance(error, asyncio.TimeoutError):
+            raise EngineLostError(f"{self.where}: no answer in time") from None
+        if isinstance(error, aiohttp.ClientError | OSError):
+            raise EngineLostError(f"{self.where}: {error_line(error)}") from None
+        if isinstance(error, msgspec.DecodeError | LineTooLong | ValueError | RecursionError):
+            raise ProtocolError(f"{self.where}: the answer is malformed: {error_line(error)}") from None
 
 
 def error_line(error: Exception) -> str:

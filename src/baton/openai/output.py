@@ -5,7 +5,9 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from baton.openai.http.api_errors import error_of_chunk
 from baton.parsing import Content, ParsedEvent, Parser, Reasoning
@@ -15,18 +17,17 @@ from baton.wire import FinishReason, GenerateRequest, TokenChunk, TokenLogprobs
 _ID_LETTERS = string.ascii_letters + string.digits
 
 
-@dataclass(slots=True)
-class Delta:
+class Delta(msgspec.Struct):
     """The additions of one chunk to one choice, after detokenisation and stop strings. `text_offsets`: where each token
     begins in the choice's text, in characters."""
 
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    text_offsets: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    token_ids: list[int] = []
+    text_offsets: list[int] = []
+    logprobs: list[TokenLogprobs] = []
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    events: list[ParsedEvent] = field(default_factory=list)
+    events: list[ParsedEvent] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,8 @@ class ChoiceOutput:
         # A stop token is counted, but is not in the text.
         hides_last = chunk.finish_reason == "stop" and not self._params.include_stop_str_in_output
         num_shown = num_used - 1 if hides_last else num_used
-        text, offsets, num_before = "", list[int](), len(self.token_ids)
+        text, num_before = "", len(self.token_ids)
+        offsets: list[int] = []
         for index, token_id in enumerate(chunk.token_ids):
             offsets.append(self._num_chars)
             if index == num_shown:

@@ -8,8 +8,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
-from prometheus_client import Counter
-
 from baton.log_limit import LogLimit
 from baton.openai.http.api_errors import ApiError
 from baton.openai.http.caller import CALLER, line_of
@@ -36,8 +34,7 @@ class SequenceRecord:
         self.engines: Sequence[str] = ()
         self.num_cached_tokens = 0
         self._of_model = metrics.of_model(model)
-        metrics.prompt_tokens.inc(num_prompt_tokens)
-        self._of_model.prompt_tokens.inc(num_prompt_tokens)
+        self._of_model.num_prompt_tokens += num_prompt_tokens
         metrics.running += 1
 
     def on_route(self, route: str, engines: Sequence[str] = ()) -> None:
@@ -73,7 +70,7 @@ class SequenceRecord:
             return
         self._over = True
         self._metrics.running -= 1
-        self._metrics.vllm_success.labels(self._model, reason).inc()
+        self._of_model.ended[reason] += 1
         decode_s = self._last - self._first
         tpot_s = decode_s / (self._num_output - 1) if self._num_output > 1 else None
         self._observe("e2e_request_latency_seconds", time.perf_counter() - self._began)
@@ -103,7 +100,7 @@ class SequenceRecord:
         logger.info("%s", line_of(fields), extra={"fields": fields})
 
     def _observe(self, name: str, value: float) -> None:
-        self._of_model.observe(name, value)
+        self._of_model.histograms[name].observe(value)
 
 
 def log_refusal(method: str, endpoint: str, error: ApiError) -> None:
@@ -127,8 +124,8 @@ def log_refusal(method: str, endpoint: str, error: ApiError) -> None:
 async def report_throughput(metrics: FrontMetrics, more: Callable[[], str], every_s: float = _REPORT_S) -> None:
     """Log tokens per second, except in idle periods. `more` returns text to append."""
 
-    def counts() -> tuple[float, float]:
-        return _value(metrics.prompt_tokens), metrics.num_output_tokens
+    def counts() -> tuple[int, int]:
+        return metrics.num_prompt_tokens, metrics.num_output_tokens
 
     before = counts()
     while True:
@@ -148,7 +145,3 @@ async def throughput_reports(metrics: FrontMetrics, more: Callable[[], str]) -> 
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
-
-
-def _value(counter: Counter) -> float:
-    return next(sample.value for family in counter.collect() for sample in family.samples)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
@@ -56,9 +55,10 @@ class ChoiceSequence:
             self._last = delta
             return False
         if delta.text:
-            # The task of a request whose client has left is being cancelled.
-            with contextlib.suppress(ConnectionResetError):
+            try:
                 cut.write(cut.plain.event(delta.text))
+            except ConnectionResetError:
+                return True  # the client has left: the task is being cancelled
         return True
 
 

@@ -80,7 +80,7 @@ class ConcurrencyLimit:
         return self._has_room() and self._queue.next() is mine
 
     def _wake(self) -> None:
-        if self._has_room() and (first := self._queue.next()) is not None:
+        if len(self._queue) and self._has_room() and (first := self._queue.next()) is not None:
             first.set()
 
     async def _wait_turn(self, mine: asyncio.Event, tenant: str) -> None:

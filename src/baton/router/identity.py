@@ -58,7 +58,10 @@ class PoolIdentity:
         adapters = {
             name: next(iter(found)) for name, found in named.items() if len(found) == 1 and name != self._model.name
         }
-        return dataclasses.replace(self._model, max_model_len=length, num_speculative_tokens=drafts, adapters=adapters)
+        model = self._model
+        if (length, drafts, adapters) == (model.max_model_len, model.num_speculative_tokens, model.adapters):
+            return model
+        return dataclasses.replace(model, max_model_len=length, num_speculative_tokens=drafts, adapters=adapters)
 
     def bind(self) -> None:
         """Serve the present model until `clear`. Raises the errors of `model`, and `EngineUnavailableError` if another

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from baton.comparison import token_identity
@@ -29,10 +28,37 @@ class Charge:
 class _Leg:
     """`charge.prefill_tokens` counts until `has_prefilled`."""
 
+    engine: PooledEngine
     on_lost: OnLost
     may_move: Callable[[], bool]
-    charge: Charge = Charge()
+    charge: Charge
     has_prefilled: bool = False
+
+    def __enter__(self) -> Callable[[], None]:
+        engine = self.engine
+        engine.num_inflight += 1
+        engine.queued_tokens += self.charge.prefill_tokens
+        engine.kv_tokens += self.charge.kv_tokens
+        engine._legs.append(self)
+        engine.on_load(engine)
+        engine.when_busy()
+        return self.prefilled
+
+    def __exit__(self, *error: object) -> None:
+        engine = self.engine
+        engine.num_inflight -= 1
+        engine.kv_tokens -= self.charge.kv_tokens
+        engine._legs.remove(self)
+        self.prefilled()
+        engine.on_load(engine)
+        if not engine.num_inflight:
+            engine.when_idle()
+
+    def prefilled(self) -> None:
+        if not self.has_prefilled:
+            self.has_prefilled = True
+            self.engine.queued_tokens -= self.charge.prefill_tokens
+            self.engine.on_load(self.engine)
 
 
 @dataclass(eq=False)  # slots allow no weak references
@@ -111,35 +137,12 @@ class PooledEngine:
         given_up = self.gone or self.evicted or self.leaving
         return self.info is not None and self.num_silent > 0 and not given_up
 
-    @contextlib.contextmanager
     def leg(
         self, on_lost: OnLost, may_move: Callable[[], bool] = lambda: False, charge: Charge = Charge()
-    ) -> Iterator[Callable[[], None]]:
+    ) -> AbstractContextManager[Callable[[], None]]:
         """Count a leg while it runs. `on_lost` is called if the engine is given up, or as soon as it falls silent if
         `may_move`. Call the yielded function when the leg's prompt is computed."""
-        self.num_inflight += 1
-        leg = _Leg(on_lost, may_move, charge)
-        self.queued_tokens += charge.prefill_tokens
-        self.kv_tokens += charge.kv_tokens
-        self._legs.append(leg)
-        self.on_load(self)
-        self.when_busy()
-        try:
-            yield functools.partial(self._prefilled, leg)
-        finally:
-            self.num_inflight -= 1
-            self._prefilled(leg)
-            self.kv_tokens -= charge.kv_tokens
-            self._legs.remove(leg)
-            self.on_load(self)
-            if not self.num_inflight:
-                self.when_idle()
-
-    def _prefilled(self, leg: _Leg) -> None:
-        if not leg.has_prefilled:
-            leg.has_prefilled = True
-            self.queued_tokens -= leg.charge.prefill_tokens
-            self.on_load(self)
+        return _Leg(self, on_lost, may_move, charge)
 
     def evict(self, error: EngineLostError) -> None:
         self.evicted = True

@@ -20,13 +20,14 @@ _DEFAULT_TOKENS = 1 << 20
 EXPIRY_S = 600.0
 
 
-def chain_of(tokens: Sequence[int], salt: str = "") -> list[bytes]:
-    """16 bytes per whole block, over it, all blocks before it, and the salt."""
-    data, size = array("q", tokens).tobytes(), BLOCK_TOKENS * 8
-    running, chain = hashlib.blake2b(salt.encode(), digest_size=16), []
+def chain_of(tokens: Sequence[int], salt: str = "", begun: Sequence[bytes] = ()) -> list[bytes]:
+    """16 bytes per whole block, over it, all blocks before it, and the salt. `begun`: the first ones, if known."""
+    chain, size = list(begun), BLOCK_TOKENS * 8
+    parent = chain[-1] if chain else hashlib.blake2b(salt.encode(), digest_size=16).digest()
+    data = array("q", tokens[len(chain) * BLOCK_TOKENS :]).tobytes()
     for start in range(0, len(data) - size + 1, size):
-        running.update(data[start : start + size])
-        chain.append(running.copy().digest())
+        parent = hashlib.blake2b(parent + data[start : start + size], digest_size=16).digest()
+        chain.append(parent)
     return chain
 
 
@@ -58,10 +59,10 @@ class PromptKeys:
 class PromptBlocks:
     """The blocks of one prompt, hashed at most once. `tokens` must not change."""
 
-    __slots__ = ("_chain", "_keys", "salt", "tokens")
+    __slots__ = ("_begun", "_chain", "_keys", "salt", "tokens")
 
-    def __init__(self, tokens: Sequence[int], salt: str | None = None) -> None:
-        self.tokens, self.salt = tokens, salt or ""
+    def __init__(self, tokens: Sequence[int], salt: str | None = None, begun: Sequence[bytes] = ()) -> None:
+        self.tokens, self.salt, self._begun = tokens, salt or "", begun
         self._chain: list[bytes] | None = None
         self._keys: dict[tuple[int, bool], PromptKeys] = {}
 
@@ -75,14 +76,17 @@ class PromptBlocks:
 
     def chain(self) -> list[bytes]:
         if self._chain is None:
-            self._chain = chain_of(self.tokens, self.salt)
+            self._chain = chain_of(self.tokens, self.salt, self._begun)
         return self._chain
 
+    def followed_by(self, tokens: Sequence[int]) -> PromptBlocks:
+        return PromptBlocks([*self.tokens, *tokens], self.salt, self.chain())
 
-def prompt_of(request: GenerateRequest, output: Sequence[int] = ()) -> PromptBlocks:
-    """The request's prompt, and `output` after it. An adapter's KV is useless to other requests."""
+
+def prompt_of(request: GenerateRequest) -> PromptBlocks:
+    """An adapter's KV is useless to other requests."""
     salt = request.cache_salt if request.adapter is None else f"{request.adapter} {request.cache_salt or ''}"
-    return PromptBlocks([*request.prompt_token_ids, *output] if output else request.prompt_token_ids, salt)
+    return PromptBlocks(request.prompt_token_ids, salt)
 
 
 class Prefixes(Protocol):

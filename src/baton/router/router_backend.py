@@ -107,46 +107,45 @@ class RouterBackend:
         take: Take | None = None,
     ) -> AsyncGenerator[TokenChunk, None]:
         """Wait for a slot, then yield the request's chunks over all attempts. Raises the last attempt's error."""
-        async with contextlib.AsyncExitStack() as held:
-            observed = held.enter_context(self.observer.observing(request))
+        with self.observer.observing(request) as observed:
             self.pool.identity.bind()
             now = asyncio.get_running_loop().time
             standing = standing_of(CALLER.get(), request, self.concurrency.tenants, now())
             ranked = msgspec.structs.replace(observed.request, priority=standing.priority)
             progress = RequestProgress(Joined(ranked), hand_off=kv_mode is not None)
             joined = progress.joined
-            await held.enter_async_context(self.concurrency.slot(standing, joined.token_ids))
-            began = now()
-            while True:
-                rest = joined.rest(progress.attempt, now() - began)
-                route = await self._next_route(progress, rest)
-                observed.on_route(route.why, route.names)
-                if on_route is not None:
-                    on_route(route.why, route.names)
-                num_known = len(joined.token_ids)
-                try:
-                    may_move = functools.partial(self._may_move, joined, rest, progress.fruitless)
-                    items = LegItems(None if take is None else functools.partial(pass_on, take, joined, observed))
-                    async with self._running(rest, route, kv_mode or self._kv_mode, may_move, items) as attempt:
-                        async for chunk, leg in attempt.chunks:
-                            attempt.note(chunk, leg)
-                            if not progress.decided:  # the engine may still decline
-                                progress.decided = True
-                                self.decisions.took(route.why)
-                            new = joined.push(chunk)
-                            if new is not None:
-                                observed.on_chunk(new)
-                                yield new
-                    return
-                except TokenMismatch as mismatch:
-                    await self._resolve_mismatch(progress, route, mismatch)
-                except LegFailed as failed:
-                    await self._recover(progress, route, rest, failed, num_known)
-                except ProtocolError as error:
-                    await self._recover(progress, route, rest, LegFailed("decode", error), num_known)
-                finally:
-                    if len(joined.token_ids) > max(num_known, 1):  # the decode engine has added tokens
-                        self._routes.served(route, request, joined.token_ids)
+            async with self.concurrency.slot(standing, joined.token_ids):
+                began = now()
+                while True:
+                    rest = joined.rest(progress.attempt, now() - began)
+                    route = await self._next_route(progress, rest)
+                    observed.on_route(route.why, route.names)
+                    if on_route is not None:
+                        on_route(route.why, route.names)
+                    num_known = len(joined.token_ids)
+                    try:
+                        may_move = functools.partial(self._may_move, joined, rest, progress.fruitless)
+                        items = LegItems(None if take is None else functools.partial(pass_on, take, joined, observed))
+                        async with self._running(rest, route, kv_mode or self._kv_mode, may_move, items) as attempt:
+                            async for chunk, leg in attempt.chunks:
+                                attempt.note(chunk, leg)
+                                if not progress.decided:  # the engine may still decline
+                                    progress.decided = True
+                                    self.decisions.took(route.why)
+                                new = joined.push(chunk)
+                                if new is not None:
+                                    observed.on_chunk(new)
+                                    yield new
+                        return
+                    except TokenMismatch as mismatch:
+                        await self._resolve_mismatch(progress, route, mismatch)
+                    except LegFailed as failed:
+                        await self._recover(progress, route, rest, failed, num_known)
+                    except ProtocolError as error:
+                        await self._recover(progress, route, rest, LegFailed("decode", error), num_known)
+                    finally:
+                        if len(joined.token_ids) > max(num_known, 1):  # the decode engine has added tokens
+                            self._routes.served(route, request, joined.token_ids)
 
     async def _next_route(self, progress: RequestProgress, rest: GenerateRequest) -> Route:
         """Counts the route as a decision unless its engine may still decline."""

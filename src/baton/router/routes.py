@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
+
+import msgspec
+from msgspec.structs import replace
 
 from baton.errors import OverloadedError
 from baton.router.hand_back import HandBack, HandBacks
@@ -29,18 +32,18 @@ _SLACK_LEGS = 1
 _LAST = 100
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(msgspec.Struct, frozen=True):
     """The engines of one attempt. Without `prefill`, `decode` computes everything, but declines if it lacks the KV of
     more than `max_prefill_tokens` (None: never). `hand_back`: the prefill engine first gets KV of the prompt's
-    beginning."""
+    beginning. `prompt`: of the attempt that chose it."""
 
     why: Why
     decode: PooledEngine
     prefill: PooledEngine | None = None
     max_prefill_tokens: int | None = None
     hand_back: HandBack | None = None
-    charges: Mapping[LegRole, Charge] = field(default_factory=dict)
+    charges: Mapping[LegRole, Charge] = msgspec.field(default_factory=dict)
+    prompt: PromptBlocks | None = None
 
     @property
     def names(self) -> list[str]:
@@ -182,10 +185,11 @@ class Routes:
         held = computes.known.num_tokens(prompt) + (0 if back is None else back.num_tokens)
         charge = Charge(tokens - held, tokens)
         if route.prefill is None:
-            return replace(route, charges={"decode": charge})
+            return replace(route, charges={"decode": charge}, prompt=prompt)
         if self._learns:
             route.prefill.known.learn(prompt)
-        return replace(route, hand_back=back, charges={"prefill": charge, "decode": Charge(0, tokens)})
+        charges: dict[LegRole, Charge] = {"prefill": charge, "decode": Charge(0, tokens)}
+        return replace(route, hand_back=back, charges=charges, prompt=prompt)
 
     @property
     def _learns(self) -> bool:
@@ -195,7 +199,9 @@ class Routes:
     def served(self, route: Route, request: GenerateRequest, output: Sequence[int]) -> None:
         """The decode engine now holds the KV of the request and its `output`, except for the last token."""
         if self._learns:
-            route.decode.known.learn(prompt_of(request, output[:-1]))
+            prompt = route.prompt or prompt_of(request)
+            num_known = len(prompt.tokens) - len(request.prompt_token_ids)
+            route.decode.known.learn(prompt.followed_by(output[num_known:-1]))
 
     def declined(self, route: Route, request: GenerateRequest) -> None:
         """The decode engine lacks KV that it was expected to hold."""

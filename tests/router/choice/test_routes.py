@@ -38,6 +38,10 @@ def test_known_prefixes_are_matched_and_forgotten() -> None:
     assert chain_of(tokens[: 2 * BLOCK_TOKENS]) == chain[:2]
     assert not set(chain_of(tokens, "salt")) & set(chain)
     assert not set(chain_of([7, *tokens])) & set(chain)
+    longer = PromptBlocks(tokens, "a").followed_by([8] * BLOCK_TOKENS).chain()
+    assert longer == chain_of([*tokens, *[8] * BLOCK_TOKENS], "a")
+    begun = [bytes([number]) for number in range(5)]
+    assert all(a is b for a, b in zip(begun, chain_of(tokens, "a", begun), strict=True)), "nothing is hashed twice"
     prompt, now = PromptBlocks(tokens), [0.0]
     known = KnownPrefixes(1, 4 * BLOCK_TOKENS, lambda: now[0])
     known.learn(prompt)

@@ -11,11 +11,12 @@ from aiohttp import web
 from baton.errors import EngineUnavailableError, HandoffError, ProtocolError, RequestError
 from baton.router.clients.engine_client import new_session
 from baton.router.clients.sglang_client import SglangClient, _Event, chosen, generate_body, to_token_chunk
+from baton.router.clients.vllm_api import completion_body
 from baton.router.connectors import create_connector
 from baton.router.connectors.base import ConnectorConfig
 from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingParams
-from baton.wire import GenerateRequest, Role, SglangIdentity
+from baton.wire import GenerateRequest, PromptIds, Role, SglangIdentity
 from testkit.servers.fake_serving import served
 
 
@@ -85,6 +86,16 @@ def test_limits_count_from_the_clients_prompt() -> None:
     assert body["input_ids"] == [1, 2, 3, 4]
     assert (sampling["max_new_tokens"], sampling["min_new_tokens"]) == (7, 4)
     assert (sampling["sampling_seed"], sampling["logit_bias"], sampling["top_k"]) == (3, {"4": 1.5}, -1)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "prompt"])
+def test_legs_share_the_json_of_a_prompt(name: str) -> None:
+    prompt = PromptIds([1, 2])
+    asked = msgspec.structs.replace(request(), prompt_token_ids=prompt, num_prompt_tokens=None)
+    for _ in range(2):
+        body = generate_body(asked, 7) if name == "input_ids" else completion_body(asked, "m", 0, None, False, True)
+        assert msgspec.json.decode(msgspec.json.encode(body))[name] == [1, 2]
+        prompt.clear()
 
 
 def test_parameters_that_sglang_lacks_are_refused_by_name() -> None:

@@ -123,7 +123,7 @@ def new_app(
         except Exception as error:
             return refuse(to_api_error(error))
         finally:
-            metrics.requests.labels(endpoint, str(status)).inc()
+            metrics.requests[endpoint, status] += 1
 
     app = web.Application(middlewares=[shape_errors])
     app.on_response_prepare.extend((name_response, access.allow_origin, _shape_expectation))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import secrets
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -25,6 +26,7 @@ _MAX_ID_CHARS = 128
 _MAX_TEXT_CHARS = 300
 # OpenAI's old and new field.
 _USER_FIELDS = ("user", "safety_identifier")
+_WORD = re.compile(r"[\w.:,-]{1,100}", re.ASCII)
 
 
 @dataclass(slots=True)
@@ -121,11 +123,13 @@ def note_user(fields: Mapping[str, msgspec.Raw]) -> None:
 
 def line_of(fields: Mapping[str, object]) -> str:
     """`name=value ...` without None."""
-    return " ".join(f"{name}={_log_value(value)}" for name, value in fields.items() if value is not None)
+    return " ".join([f"{name}={_log_value(value)}" for name, value in fields.items() if value is not None])
 
 
 def _log_value(value: object) -> str:
     text = str(value)
+    if _WORD.fullmatch(text):
+        return text
     if len(text) > _MAX_TEXT_CHARS:
         text = f"{text[:_MAX_TEXT_CHARS]}..."
     return text if text and text.isprintable() and not set(text) & set(' "=') else json.dumps(text)

@@ -24,7 +24,8 @@ class LineReader:
 
     def __init__(self, content: StreamReader, max_bytes: int) -> None:
         self.content, self._max = content, max_bytes
-        self._begun, self._lines = bytearray(), list[bytes]()
+        self._begun = bytearray()
+        self._lines: list[bytes] = []
         self._waiter: asyncio.Future[None] | None = None
         self._error = content.exception()
         self.ended = content.is_eof()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-import prometheus_client
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -18,7 +17,7 @@ _ITL_BUCKETS_S = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5
 _E2E_BUCKETS_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0)
 _TOKENS_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _MODEL = "model_name"
-_TOKENS = "Tokens generated."
+_TOKENS, _PROMPT_TOKENS = "Tokens generated.", "Prompt tokens received."
 _TTFT = "From the arrival of a request to its first token."
 _ITL = "Between tokens of one sequence; tokens of one step share its time evenly."
 _VLLM_HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
@@ -81,14 +80,14 @@ def with_vllm_names(rows: Iterable[Row], model: str) -> Iterator[Row]:
 
 
 class ModelMetrics:
-    """Counted without locks, since only the event loop's thread writes. Labels are resolved once, not in `observe`."""
+    """Only the event loop's thread writes, so there are no locks. `ended`: by reason."""
 
-    __slots__ = ("gaps", "histograms", "num_tokens", "prompt_tokens")
+    __slots__ = ("ended", "gaps", "histograms", "num_prompt_tokens", "num_tokens")
 
-    def __init__(self, front: FrontMetrics, model: str) -> None:
-        self.num_tokens = 0
+    def __init__(self) -> None:
+        self.num_tokens = self.num_prompt_tokens = 0
+        self.ended: Counter[str] = Counter()
         self.gaps = Histogram(_ITL_BUCKETS_S)
-        self.prompt_tokens = front.vllm_prompt_tokens.labels(model)
         self.histograms = {name: Histogram(buckets) for name, _, buckets in _VLLM_HISTOGRAMS}
 
     def observe(self, name: str, value: float) -> None:
@@ -97,40 +96,40 @@ class ModelMetrics:
 
 class FrontMetrics:
     """Metrics in a separate registry, so that two apps in one process do not mix. `running`: the number of running
-    sequences.
+    sequences. `requests`: by route and status.
     """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self.running = 0
-        # An endpoint is a route, never a client's path.
-        self.requests = self._counter(
-            "baton:http_requests", "Requests by endpoint and HTTP status.", "endpoint", "status"
-        )
-        self.prompt_tokens = self._counter("baton:front_prompt_tokens", "Prompt tokens received.")
+        self.requests: Counter[tuple[str, int]] = Counter()
         self.ttft = Histogram(_TTFT_BUCKETS_S)
         self.num_rounds = 0
         self.num_accepted: Counter[int] = Counter()  # by position
-        self.vllm_prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens received.", _MODEL)
         self._models: dict[str, ModelMetrics] = {}
-        self.registry.register(RowCollector(self._token_rows))
-        self.vllm_success = self._counter(
-            "vllm:request_success", "Requests that ended, by reason.", _MODEL, "finished_reason"
-        )
+        self.registry.register(RowCollector(self._rows))
 
     def of_model(self, model: str) -> ModelMetrics:
         metrics = self._models.get(model)
         if metrics is None:
-            metrics = self._models[model] = ModelMetrics(self, model)
+            metrics = self._models[model] = ModelMetrics()
         return metrics
 
     @property
     def num_output_tokens(self) -> int:
         return sum(one.num_tokens for one in self._models.values())
 
-    def _token_rows(self) -> Iterator[Row]:
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(one.num_prompt_tokens for one in self._models.values())
+
+    def _rows(self) -> Iterator[Row]:
+        for (endpoint, status), count in self.requests.items():
+            text = "Requests by endpoint and HTTP status."
+            yield counter("http_requests", text, count, endpoint=endpoint, status=str(status))
         gaps = [one.gaps for one in self._models.values()] or [Histogram(_ITL_BUCKETS_S)]
+        yield counter("front_prompt_tokens", _PROMPT_TOKENS, self.num_prompt_tokens)
         yield counter("front_output_tokens", _TOKENS, self.num_output_tokens)
         yield histogram("inter_token_latency_seconds", _ITL, Histogram.sum_of(gaps))
         yield histogram("time_to_first_token_seconds", _TTFT, self.ttft)
@@ -140,13 +139,14 @@ class FrontMetrics:
             yield counter("front_spec_accepted_per_pos", text, number, position=str(position))
         for model, one in self._models.items():
             labels = {_MODEL: model}
+            yield "vllm:prompt_tokens", "counter", _PROMPT_TOKENS, labels, float(one.num_prompt_tokens)
+            for reason, count in one.ended.items():
+                text, more = "Requests that ended, by reason.", {"finished_reason": reason}
+                yield "vllm:request_success", "counter", text, {**labels, **more}, float(count)
             yield "vllm:generation_tokens", "counter", _TOKENS, labels, float(one.num_tokens)
             yield "vllm:inter_token_latency_seconds", "histogram", _ITL, labels, one.gaps
             for name, text, _ in _VLLM_HISTOGRAMS:
                 yield f"vllm:{name}", "histogram", text, labels, one.histograms[name]
-
-    def _counter(self, name: str, text: str, *labels: str) -> prometheus_client.Counter:
-        return prometheus_client.Counter(name, text, labels, registry=self.registry)
 
 
 def exposition_text(families: Iterable[Metric]) -> bytes:

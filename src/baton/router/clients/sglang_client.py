@@ -27,6 +27,7 @@ from baton.wire import (
     SglangIdentity,
     TokenChunk,
     TokenLogprobs,
+    encoded_once,
 )
 
 if TYPE_CHECKING:
@@ -199,7 +200,11 @@ def generate_body(request: GenerateRequest, left: int) -> dict[str, Any]:
         sampling["sampling_seed"] = (params.seed + params.sample_index) % 2**31
     if params.logit_bias:
         sampling["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
-    body: dict[str, Any] = {"input_ids": request.prompt_token_ids, "sampling_params": sampling, "stream": True}
+    body: dict[str, Any] = {
+        "input_ids": encoded_once(request.prompt_token_ids),
+        "sampling_params": sampling,
+        "stream": True,
+    }
     if params.logprobs is not None:
         body |= {"return_logprob": True, "top_logprobs_num": params.logprobs}
     if request.cache_salt is not None:

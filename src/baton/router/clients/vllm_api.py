@@ -8,7 +8,7 @@ import msgspec
 
 from baton.openai.answers import Choice, token_id
 from baton.sampling_params import SamplingDefaults, SamplingParams
-from baton.wire import FinishReason, GenerateRequest, LegTimings, NumDrafts, TokenChunk, TokenLogprobs
+from baton.wire import FinishReason, GenerateRequest, LegTimings, NumDrafts, TokenChunk, TokenLogprobs, encoded_once
 
 _REASONS = get_args(FinishReason)
 # vLLM's seeds are signed.
@@ -64,7 +64,7 @@ def completion_body(
     left = 1 if first_only else params.max_tokens - num_sent
     body: dict[str, Any] = {
         "model": model,
-        "prompt": request.prompt_token_ids,
+        "prompt": encoded_once(request.prompt_token_ids),
         "request_id": request.request_id,
         "max_tokens": left,
         "min_tokens": min(max(params.min_tokens - num_sent, 0), left),

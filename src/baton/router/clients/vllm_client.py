@@ -95,14 +95,17 @@ class VllmClient(EngineClient):
 
     async def _recognise(self, now: float, timeout: aiohttp.ClientTimeout) -> EngineInfo:
         """The identity of the process that answers at `now` or later."""
-        info = self._info
-        if info is not None and now - self._seen < _UNSEEN_S:
+        if (info := self._recent(now)) is not None:
             return info
+        info = self._info
         if info is None or not await self._is_same(timeout):
             self._info = None
             info = await self._ask_identity(timeout)
         self._seen = now
         return info
+
+    def _recent(self, now: float) -> EngineInfo | None:
+        return self._info if now - self._seen < _UNSEEN_S else None
 
     async def _is_same(self, timeout: aiohttp.ClientTimeout) -> bool:
         return self._started is not None and self._started == await self._ask_start(timeout)
@@ -255,8 +258,10 @@ class VllmClient(EngineClient):
 
     async def _served(self, request: GenerateRequest) -> str:
         """The name of the request's model or adapter. Raises the errors of `info`, and `IncompatiblePeerError`."""
-        async with self._recognising:
-            info = await self._recognise(time.monotonic(), self._tell_timeout)
+        info = self._recent(time.monotonic())
+        if info is None:
+            async with self._recognising:
+                info = await self._recognise(time.monotonic(), self._tell_timeout)
         own = token_identity(info.fingerprint)
         if request.identity not in (None, own):
             raise IncompatiblePeerError({"identity": (own, request.identity)})

@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import msgspec
+
 from baton.router.config.policy_config import PolicyConfig
 from baton.router.pooled_engine import PooledEngine
 from baton.router.prefixes import PromptBlocks
 from baton.wire import Role
 
 
-@dataclass(frozen=True, slots=True)
-class EngineNeeds:
+class EngineNeeds(msgspec.Struct, frozen=True):
     """What a request needs from an engine of one role. `session`: the conversation id. `decodes`: the engine also
     decodes. `receives`: its KV comes from a prefill engine. `elsewhere`: tokens of the prompt that another engine would
     hand back."""
