@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from baton.errors import BatonError
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
+from baton.kernels.cpu.small_gemm import MAX_ROWS
 from baton.models.fused_layers import FusedLayers
 from baton.models.layers.decoder_layer import DecoderLayer
 from baton.models.layers.rotary import Rotary
@@ -39,6 +42,9 @@ BATCHES = {
     "eight requests": [(3 * i, 3 * i + 1) for i in range(8)],
     "a prompt and others": [(0, 40), (63, 64), (9, 12)],
 }
+# Of more rows than a block has, with pieces enough for two threads.
+WIDE = 512
+LONG_BATCHES = {"a prompt": [(0, 128)], "parts of prompts, and a row": [(5, 60), (0, 100), (70, 71), (64, 130)]}
 
 
 @pytest.fixture(params=[1, 2])
@@ -85,6 +91,47 @@ def test_rows_and_pages_have_the_bits_of_layers_one_by_one(kind: str, batch: str
         assert torch.equal(mine.view(torch.int16), others.view(torch.int16))
 
 
+@pytest.mark.parametrize("batch", LONG_BATCHES)
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_blocks_of_rows_have_the_bits_of_layers_one_by_one(kind: str, batch: str, threads: int) -> None:
+    made = KINDS[kind]
+    skip_unless_in_place(made)
+    layers = make_layers(made, WIDE, HEADS, INNER, seed=3)
+    fused = FusedLayers.of(layers, [0] * len(layers))
+    assert fused is not None
+    cache = PagedRequests(made, HEADS, LONG_BATCHES[batch], seed=5)
+    other, num_rows = copy.deepcopy(cache), len(cache.positions)
+    x = torch.randn(num_rows, WIDE, generator=torch.Generator().manual_seed(7)).bfloat16()
+    rotary = rotary_of(made)
+    cos, sin = rotary.at(torch.from_numpy(cache.positions))
+    expected = []
+    for start in range(0, num_rows, MAX_ROWS):
+        rows = slice(start, start + MAX_ROWS)
+        expected.append(one_by_one(layers, x[rows], (cos[rows], sin[rows]), rows_of(other, rows)))
+    regions = fused.regions(num_rows, cache)  # type: ignore[arg-type]
+    assert regions is not None
+    kept, out = {1: torch.empty_like(x)}, x.clone()
+    written: list[bool] = []
+
+    def wrote() -> None:
+        written.append(torch.equal(cache.kv[0].view(torch.int16), other.kv[0].view(torch.int16)))
+
+    fused.run(out, [rotary], dataclasses.replace(regions, wrote=wrote), kept)
+    assert written == [True]
+    assert torch.equal(out, torch.cat([seen[-1] for seen in expected]))
+    assert torch.equal(kept[1], torch.cat([seen[1] for seen in expected]))
+    for mine, others in zip(cache.kv, other.kv, strict=True):
+        assert torch.equal(mine.view(torch.int16), others.view(torch.int16))
+
+
+def rows_of(cache: PagedRequests, rows: slice) -> PagedRequests:
+    """By another way than `KVRegions.block`."""
+    requests = np.repeat(np.arange(len(cache.batches[0].query_start) - 1), np.diff(cache.batches[0].query_start))[rows]
+    present, counts = np.unique(requests, return_counts=True)
+    return cache.bind(present, cache.positions[rows], np.cumsum([0, *counts]).astype(np.int32))
+
+
 @torch.inference_mode()
 def test_a_slot_that_does_not_exist_is_an_error_and_nothing_is_written(threads: int) -> None:
     kind = LayerKind(usual_quantization())
@@ -118,4 +165,4 @@ def test_an_engine_fuses_the_layers_of_few_rows(checkpoint: Any, monkeypatch: py
     settings = {"batch_invariant": False, "quantization": usual_quantization()}
     with stepped(model=str(path), speculative_config=None, **settings) as one:
         one.run("a", list(range(3, 93)), SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))
-    assert rows == [1, 1]
+    assert rows == [90, 1, 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import itertools
 import mmap
 import os
 import resource
@@ -75,7 +76,7 @@ def test_memory_needs_no_faults_when_it_is_used(transport: ShmTransport) -> None
     with contextlib.closing(ShmTransport()) as other:
         peer = other.connect(transport.register([memory])).result()
         for end, bytes_ in ((transport, memory), (other, peer.regions[0])):
-            for _ in range(4):  # a piece requests the next one
+            for _ in range(200):  # a job requests the next one
                 done = threading.Event()
                 end._populating.post(done.set)
                 assert done.wait(60)
@@ -90,14 +91,37 @@ def test_memory_may_be_unmapped_while_its_tables_are_made() -> None:
     jobs: list[Callable[[], object]] = []
     pauses: list[bool] = []
     mapped = weakref.ref(memory)
-    populate_beside(memory, jobs.append, lambda seconds: pauses.append(mapped() is None))
+    populate_beside(memory, jobs.append, lambda seconds: pauses.append(mapped() is None), itertools.count().__next__)
     jobs.pop()()
     (job,) = jobs
     del memory
     assert mapped() is None
     job()
     assert len(jobs) == 1
-    assert pauses == [False]
+    assert pauses == [False, True]
+
+
+def test_tables_are_made_while_a_core_is_idle() -> None:
+    memory = np.frombuffer(mmap.mmap(-1, 2 * PIECE_BYTES), dtype=np.uint8)
+    if not populate(memory[: mmap.PAGESIZE]):
+        pytest.skip("this kernel enters no pages beforehand")
+    jobs: list[Callable[[], object]] = []
+    idle = iter([0.0, 0.0, 0.0, 0.03])
+
+    def faults_at(byte: int) -> int:
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        memory[byte] = 1
+        return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+    populate_beside(memory, jobs.append, lambda seconds: None, lambda: next(idle, 1.0))
+    jobs.pop()()
+    assert faults_at(PIECE_BYTES // 2)
+    jobs.pop()()
+    assert not faults_at(PIECE_BYTES - 1)
+    for _ in range(100):  # no core is idle any more
+        if jobs:
+            jobs.pop()()
+    assert not faults_at(memory.size - 1)
 
 
 def test_a_thread_makes_tables_until_close() -> None:

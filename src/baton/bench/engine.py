@@ -29,8 +29,7 @@ ROUNDS = 5
 def step_over_forward(model: str, batch: int) -> tuple[float, float, float]:
     """(ratio, engine step ms, bare forward ms) of plain greedy decode, context of about 128 tokens.
 
-    The bare forward has the same model, rows, pages and attention kernel, and argmax of the logits. Steps of both
-    alternate.
+    The bare forward has the same model, rows, pages and attention kernel, and argmax of the logits.
     """
     with LLM(model, max_num_seqs=batch) as llm:
         core, runner = _decoding(llm, batch)

@@ -50,7 +50,7 @@ def measure_deployments(
     max_tokens: int = 32,
     engine_flags: Sequence[str] = (),
 ) -> ServeFigures:
-    """A P/D deployment (the candidate) against a single engine. `engine_flags`: more flags for P and D only."""
+    """A P/D deployment (the candidate) against one engine. `engine_flags`: for P and D only."""
     flags = deployment_flags(speculative_config)
     with (
         Deployment(model, prefill=0, decode=0, both=1, engine_flags=flags) as single,
@@ -62,7 +62,7 @@ def measure_deployments(
 def alternate(
     model: str, reference: str, candidate: str, prompt_tokens: int, num_pairs: int, max_tokens: int
 ) -> ServeFigures:
-    """Compare two running deployments, by URL, one request at a time, in turns."""
+    """By URL, one request at a time, in turns."""
     return asyncio.run(_measure(model, reference, candidate, prompt_tokens, num_pairs, max_tokens))
 
 
@@ -92,7 +92,7 @@ async def _measure(
                 "temperature": 0.0,
                 "ignore_eos": True,
             }
-            # Alternating order removes drift and cache effects from the ratio.
+            # Against drift and caches.
             for url in (reference, candidate) if index % 2 else (candidate, reference):
                 answer = await stream_completion(session, url, body)
                 if index >= WARM_UP:

@@ -64,8 +64,8 @@ def _cache_config(config: EngineConfig, num_tokens: int) -> dict[str, str]:
 
 
 def _let_the_loop_send() -> None:
-    """Let the event loop send first tokens. Otherwise it waits up to 1.4 ms for the GIL: the next step is planned, or
-    each drafter kernel ends before the waiting thread has woken up.
+    """Otherwise the event loop waits up to 1.4 ms for the GIL with first tokens: the next step is planned, or drafter
+    kernels end before it has woken.
     """
     time.sleep(_YIELD_S)
 

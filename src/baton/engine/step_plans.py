@@ -24,7 +24,17 @@ Int32Array = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float64]
 # The chosen "token" of a row whose logits are not all finite.
 NOT_FINITE = -2
-Written = Callable[[int], None]  # called during a forward with each layer id once its KV is written
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Called with each layer id once its KV is written; `at_once`: before the next layer."""
+
+    tell: Callable[[int], None]
+    at_once: bool = True
+
+    def __call__(self, layer_id: int) -> None:
+        self.tell(layer_id)
 
 
 def _none() -> IntArray:

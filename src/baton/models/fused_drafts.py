@@ -80,7 +80,7 @@ class FusedDrafts:
 
     def regions(self, num_rows: int, cache: LayerCache) -> KVRegions | None:
         fc, lm_head = self._head.fc, self._head.lm_head
-        match = lm_head.few_rows_match() and (fc is None or fc.few_rows_match())
+        match = num_rows <= MAX_ROWS and lm_head.few_rows_match() and (fc is None or fc.few_rows_match())
         return self._layers.regions(num_rows, cache) if match else None
 
     def run(self, ids: Int64, features_TF: Tensor, passes: Sequence[DraftPass]) -> list[Int64]:

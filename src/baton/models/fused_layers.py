@@ -21,6 +21,8 @@ from baton.models.layers.layernorm import RMSNorm
 from baton.models.layers.linear import Linear
 from baton.models.layers.rotary import Rotary
 
+# In blocks of `MAX_ROWS`, if each thread has so many pieces of the narrowest product. Beyond, oneDNN is faster.
+_MOST_ROWS, _LEAST_PIECES = 512, 4
 # Weights of a layer per thread.
 _PARALLEL_WEIGHTS = 1 << 17
 
@@ -86,8 +88,8 @@ class FusedLayers:
         return cls(decoder_layers, rotary_of) if len({_shape(layer) for layer in decoder_layers}) == 1 else None
 
     def regions(self, num_rows: int, cache: LayerCache) -> KVRegions | None:
-        """Keys and values for the rows. None: the layers must run one by one."""
-        if not 0 < num_rows <= MAX_ROWS or not isinstance(cache, InPlaceCache):
+        """Keys and values for the rows. None: layers run one by one."""
+        if not 0 < num_rows <= self._most_rows() or not isinstance(cache, InPlaceCache):
             return None
         if not all(linear.few_rows_match() for linear in self._linears[:8]):
             return None
@@ -98,10 +100,24 @@ class FusedLayers:
             return None
         return regions
 
+    def _most_rows(self) -> int:
+        threads = self._num_threads()
+        return MAX_ROWS if threads > 1 and self.hidden < BLOCK * _LEAST_PIECES * threads else _MOST_ROWS
+
+    def _num_threads(self) -> int:
+        return threads_for(self._num_weights, _PARALLEL_WEIGHTS)
+
     def run(self, x: Tensor, rotaries: Sequence[Rotary], regions: KVRegions, kept: Mapping[int, Tensor]) -> None:
         """Replaces contiguous rows x [T, E] by the last layer's output. `kept`: tensors [T, E] that get the input of
         these layers. Raises `BatonError` for a bad slot.
         """
+        for start in range(0, len(x), MAX_ROWS):
+            rows = slice(start, start + MAX_ROWS)
+            block = regions.block(start, min(start + MAX_ROWS, len(x)))
+            self._run(x[rows], rotaries, block, {layer: tensor[rows] for layer, tensor in kept.items()})
+        regions.wrote()
+
+    def _run(self, x: Tensor, rotaries: Sequence[Rotary], regions: KVRegions, kept: Mapping[int, Tensor]) -> None:
         work = self.take_work(len(x))
         fields = work.fields.copy()
         features = self._no_features.copy()
@@ -133,7 +149,7 @@ class FusedLayers:
         return table, regions, angles, rotaries
 
     def take_work(self, num_rows: int) -> Work:
-        threads = threads_for(self._num_weights, _PARALLEL_WEIGHTS)
+        threads = self._num_threads()
         work, self._work = self._work, None
         if work is None or work.capacity < num_rows or work.threads < threads:
             work = Work(self.fields, num_rows, threads, self.widths)
@@ -144,7 +160,7 @@ class FusedLayers:
         per_pass = (len(self._table) * at.STAGES_PER_LAYER + at.STAGES_OF_DRAFTS) * STAGE_BYTES
         stages = np.zeros(len(passes) * per_pass // 8, dtype=np.int64)
         passes[:, at.STAGES] = stages.ctypes.data + per_pass * np.arange(len(passes))
-        threads = min(work.threads, threads_for(self._num_weights, _PARALLEL_WEIGHTS))
+        threads = min(work.threads, self._num_threads())
         RUN.call(arguments(len(passes), passes.ctypes.data), threads)
         self._work = work
         if passes[:, at.FAULT].any():

@@ -5,7 +5,7 @@ Shapes: T rows of a forward, R requests, H query heads, G key-value heads, D hea
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -178,12 +178,21 @@ class KVRegion:
 @dataclass(frozen=True, slots=True)
 class KVRegions:
     """Keys and values for a kernel that runs several layers in one call; slots are not checked. `layers` [layers, 3]:
-    each layer's region, its index in it, and its window (0: none)."""
+    each layer's region, its index in it, and its window (0: none). `wrote`: called when all rows are written."""
 
     query_start: npt.NDArray[np.int32]
     positions: npt.NDArray[np.int64]
     regions: tuple[KVRegion, ...]
     layers: npt.NDArray[np.int64]
+    wrote: Callable[[], None] = lambda: None
+
+    def block(self, start: int, stop: int) -> KVRegions:
+        """Of the rows start..stop."""
+        first = int(np.searchsorted(self.query_start, start, "right")) - 1
+        last = int(np.searchsorted(self.query_start, stop))
+        query_start = np.clip(self.query_start[first : last + 1], start, stop) - start
+        regions = tuple(KVRegion(region.kv, region.page_table[first:last]) for region in self.regions)
+        return KVRegions(query_start, self.positions[start:stop], regions, self.layers)
 
 
 @runtime_checkable

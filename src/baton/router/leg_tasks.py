@@ -12,7 +12,7 @@ from baton.openai.backend import Take
 from baton.timeouts import timeout
 from baton.wire import LegRole, TokenChunk
 
-# Lets the first token reach the client before the decode leg's request is sent.
+# The first token reaches the client before the decode leg is sent.
 _THEN_S = 0.001
 # May be sent a `Take`, which then gets the chunks first.
 Chunks = AsyncGenerator[TokenChunk, Take | None]

@@ -13,6 +13,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.legs import layer_stream
 from baton.engine.legs.layer_stream import LIMITS, LayerStream, StreamLimits
 from baton.engine.runner import ModelRunner, TargetOutput
+from baton.engine.step_plans import Written
 from baton.errors import BatonError, ConfigError
 from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.agent.leg_events import LegEvent
@@ -45,7 +46,8 @@ def in_forwards(two: Pair, monkeypatch: pytest.MonkeyPatch, do: Callable[[int, C
     def watched(runner: ModelRunner, rows: Any, written: Any = None) -> TargetOutput:
         if written is None:
             return forward(runner, rows)
-        return forward(runner, rows, lambda layer_id: do(layer_id, lambda: written(layer_id)))
+        told = Written(lambda layer_id: do(layer_id, lambda: written(layer_id)), written.at_once)
+        return forward(runner, rows, told)
 
     monkeypatch.setattr(ModelRunner, "forward", watched)
 

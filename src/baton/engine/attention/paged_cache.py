@@ -103,13 +103,19 @@ class PagedCache:
 
     def regions(self) -> KVRegions | None:
         in_place = self._layers.in_place
-        if in_place is None or self._written is not None or not isinstance(self._backend, PagedCpuBackend):
+        by_layer = self._written is not None and self._written.at_once
+        if in_place is None or by_layer or not isinstance(self._backend, PagedCpuBackend):
             return None
         groups, layers = in_place
         batches = {name: BatchAddresses.of(self._batches[name]) for name in groups}
         regions = tuple(KVRegion(kv, batches[name].arrays[2]) for name, kv in groups.items())
         positions, query_start, _ = next(iter(batches.values())).arrays
-        return KVRegions(query_start, positions, regions, layers)
+        return KVRegions(query_start, positions, regions, layers, self._wrote_all)
+
+    def _wrote_all(self) -> None:
+        if self._written is not None:
+            for layer_id in sorted(self._layers):
+                self._written(layer_id)
 
     def write(self, layer_id: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
         # A window of 1 costs almost nothing.

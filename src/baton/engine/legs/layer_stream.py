@@ -1,5 +1,5 @@
 """KV streaming within a forward: the agent copies written layers while others are computed, the last ones during the
-last MLP and the LM head. States, drafters' entries and short chunks are sent after the step.
+LM head. States, drafters' entries and short chunks are sent after the step.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ LIMITS = StreamLimits(min_bytes=1 << 20, few_rows=64)
 class LayerStream:
     """`groups`: over all ranks. Without `by_layer`: a last chunk is reported whole.
 
-    With `many_ranks` a layer counts as written when the next one is: in between, the ranks compute a sum, before which
-    each has written it.
+    With `many_ranks` a layer counts as written when the next one is: in between, the ranks compute a sum.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class LayerStream:
             pages = self._cache.offered(request.kv, n)
             least = max(self._min_bytes, num_bytes // _MOST_REPORTS) if self._by_layer else num_bytes
             self._streamed.append((rows.num_rows, least, WrittenLayers(self._agent, ticket.key, n, pages, final)))
-        return self._written if self._streamed else None
+        return Written(self._written, self._by_layer) if self._streamed else None
 
     def _written(self, layer_id: int) -> None:
         done, self._last = (self._last, layer_id) if self._behind else (layer_id, layer_id)

@@ -1,6 +1,4 @@
-"""Reports written layers of a running forward. A message costs about as much as copying a megabyte, so a report waits
-for that many bytes.
-"""
+"""Reports written layers of a running forward. A message costs as much as copying a megabyte."""
 
 from __future__ import annotations
 

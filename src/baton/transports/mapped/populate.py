@@ -15,8 +15,10 @@ from baton.transports.base import ByteArray
 
 _MADV_POPULATE_WRITE = 23
 PIECE_BYTES = 4 << 20
-# Times a piece's: first requests need the CPU.
-_PAUSE = 7
+# Before each piece. Idle time is counted in hundredths of a second.
+_PAUSE_S = 0.03
+# In a row at most without an idle core.
+_MOST_PAUSES = 30
 # Releases the GIL, unlike `mmap.madvise`.
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -29,20 +31,32 @@ def populate(memory: ByteArray) -> bool:
     return bool(_madvise(start, address + memory.nbytes - start, _MADV_POPULATE_WRITE) == 0)
 
 
+def idle_s() -> float:
+    """Of all cores. Without the file, as if one was."""
+    try:
+        with open("/proc/uptime") as file:
+            return float(file.read().split()[1])
+    except (OSError, IndexError, ValueError):
+        return time.monotonic()
+
+
 def populate_beside(
-    memory: ByteArray, post: Callable[[Callable[[], object]], None], sleep: Callable[[float], object] = time.sleep
+    memory: ByteArray,
+    post: Callable[[Callable[[], object]], None],
+    sleep: Callable[[float], object] = time.sleep,
+    idle: Callable[[], float] = idle_s,
 ) -> None:
-    """`populate` in pieces, each a job for `post`, with pauses. Does not keep `memory` mapped."""
+    """`populate` in pieces, each a job for `post`, while a core is idle. Does not keep `memory` mapped."""
     mapped = weakref.ref(memory)
 
-    def piece(start: int) -> None:
+    def piece(start: int, pauses: int) -> None:
+        before = idle()
+        sleep(_PAUSE_S)
         if (whole := mapped()) is None:
             return
-        began = time.thread_time()
-        more = populate(whole[start : start + PIECE_BYTES]) and start + PIECE_BYTES < whole.nbytes
-        del whole
-        sleep(_PAUSE * (time.thread_time() - began))
-        if more:
-            post(lambda: piece(start + PIECE_BYTES))
+        if pauses < _MOST_PAUSES and idle() - before < _PAUSE_S / 2:
+            post(lambda: piece(start, pauses + 1))
+        elif populate(whole[start : start + PIECE_BYTES]) and start + PIECE_BYTES < whole.nbytes:
+            post(lambda: piece(start + PIECE_BYTES, 0))
 
-    post(lambda: piece(0))
+    post(lambda: piece(0, 0))
