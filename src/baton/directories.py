@@ -70,7 +70,8 @@ def _own_secret(path: Path, field: str, make: Callable[[], bytes]) -> bytes:
 class RunDirectory:
     """A temporary directory for one run and one user.
 
-    After SIGKILL it stays, with its keys, until the next run creates one. A file lock shows whether its owner lives.
+    After SIGKILL it stays, with its keys, until the next run creates one. A file lock shows whether its owner lives;
+    without one the name is hidden.
 
     Raises `ConfigError`.
     """
@@ -79,22 +80,28 @@ class RunDirectory:
         self._lock = -1
         try:
             sweep_runs()
-            self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}"))
-            self._take()
+            while self._lock < 0:
+                self.path = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}{kind}"))
+                with contextlib.suppress(FileNotFoundError):  # swept meanwhile
+                    self._take()
         except OSError as error:
             if hasattr(self, "path"):
                 self.close()
             raise ConfigError("TMPDIR", f"a directory for temporary files is needed: {error}") from None
 
     def _take(self) -> None:
-        fresh = self.path / f"{_LOCK}.new"
-        self._lock = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        # Renamed once locked, so nobody can find it unlocked.
-        fresh.rename(self.path / _LOCK)
+        lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self.path = self.path.rename(self.path.with_name(self.path.name[1:]))
+        except BaseException:
+            os.close(lock)
+            raise
+        self._lock = lock
 
     def close(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            _remove(self.path)
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -103,16 +110,32 @@ class RunDirectory:
 def sweep_runs() -> list[str]:
     """Remove this user's directories of dead processes. Returns their names."""
     removed = []
-    for path in sorted(Path(tempfile.gettempdir()).glob(f"{_PREFIX}*")):
+    folder = Path(tempfile.gettempdir())
+    for path in sorted([*folder.glob(f"{_PREFIX}*"), *folder.glob(f".{_PREFIX}*")]):
         with contextlib.suppress(OSError):  # not a run directory, another user's, or its owner is alive
             status = path.lstat()
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & OTHERS:
                 continue
+            if path.name.startswith(".") and not (path / _LOCK).exists():
+                path.rmdir()
+                continue
             lock = os.open(path / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path)
+                _remove(path)
                 removed.append(path.name)
             finally:
                 os.close(lock)
     return removed
+
+
+def _remove(path: Path) -> None:
+    for item in path.iterdir():
+        if item.is_dir() and not item.is_symlink():
+            shutil.rmtree(item)
+        elif item.name != _LOCK:
+            item.unlink()
+    if not path.name.startswith("."):
+        path = path.rename(path.with_name(f".{path.name}"))
+    (path / _LOCK).unlink(missing_ok=True)
+    path.rmdir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +19,11 @@ from baton.cli.flag_sources import named_after_source
 from baton.cli.roles import RoleOptions
 from baton.cli.serve import FleetOptions
 from baton.engine.config import EngineConfig
+from baton.engine.config.kv_transfer import KVTransferConfig
 from baton.engine.memory.sizes import check_sizes
+from baton.engine.ports import check_ports
 from baton.errors import ConfigError
+from baton.handoff.session.config import own_bind
 from testkit.servers.fake_serving import write_tokenizer
 from tests.cli.logging_state import restored
 
@@ -223,3 +227,70 @@ def test_the_kv_of_all_engines_counts(tmp_path: Path) -> None:
     check_sizes(config)
     with pytest.raises(ConfigError, match=f"of 2 engines is {2 * half} bytes in all"):
         check_sizes(config, 2)
+
+
+CONTROL, EVENTS = "kv_transfer_config.control_bind", "kv_events_config.endpoint"
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "settings"),
+    [
+        ("--kv-transfer-config", CONTROL, '{"control_bind": "%s"}'),
+        ("--kv-events-config", EVENTS, '{"enable_kv_cache_events": true, "endpoint": "%s"}'),
+        (
+            "--kv-events-config",
+            "kv_events_config.replay_endpoint",
+            '{"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "%s"}',
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["serve", "up"])
+@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
+def test_an_address_that_is_taken(
+    directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    scheme: str,
+    flag: str,
+    name: str,
+    settings: str,
+) -> None:
+    with socket.socket(socket.AF_INET if scheme == "tcp" else socket.AF_UNIX) as taken:
+        taken.bind(("127.0.0.1", 0) if scheme == "tcp" else str(tmp_path / "socket"))
+        taken.listen()
+        place = f"127.0.0.1:{taken.getsockname()[1]}" if scheme == "tcp" else taken.getsockname()
+        arguments = [command, str(directory), "--port", "0", flag, settings % f"{scheme}://{place}"]
+        if command == "serve":
+            arguments += ["--ticket-key-file", str(tmp_path / "ticket.key")]
+        line = refused(arguments, monkeypatch, capsys)
+    why = "cannot listen at" if command == "serve" else "is for one engine, but 2 start"
+    assert name in line
+    assert f"{scheme}://{place}" in line
+    assert why in line
+
+
+def test_each_rank_has_its_own_address(tmp_path: Path) -> None:
+    """A path too: ZeroMQ would take it from the rank before."""
+    for bind, second in ((f"ipc://{tmp_path}/c", f"ipc://{tmp_path}/c_1"), ("tcp://127.0.0.1:7000", "7001")):
+        assert own_bind(bind, 0) == bind
+        assert own_bind(bind, 1).endswith(second)
+    with socket.socket(socket.AF_UNIX) as taken:
+        taken.bind(f"{tmp_path}/c_1")
+        transfer = KVTransferConfig(control_bind=f"ipc://{tmp_path}/c")
+        two = {"kv_transfer_config": transfer, "ticket_key_file": tmp_path / "ticket.key", "tensor_parallel_size": 2}
+        config = EngineConfig(model=str(tmp_path), **two)
+        check_ports(config)  # left by a killed process
+        taken.listen()
+        with pytest.raises(ConfigError, match=f"{CONTROL}: cannot listen at ipc://{tmp_path}/c_1: another process"):
+            check_ports(config)
+
+
+def test_engines_that_round_differently_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    config, mixed = EngineConfig(model="m"), RoleOptions(prefill_tensor_parallel_size=2)
+    assert RoleOptions().alike(config, False) == mixed.alike(config, False) == config
+    (line,) = caplog.messages
+    assert line.startswith("2 and 1 tensor ranks round differently")
+    assert mixed.alike(config, True).reduction_slices == 2
+    assert len(caplog.messages) == 1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -104,6 +106,65 @@ def test_directories_of_a_killed_run_are_removed_by_the_next(temporary: Path) ->
     for directory in (own, other, own):
         directory.close()
     assert not list(temporary.iterdir())
+
+
+def _run_until(event: int, done: Callable[[], object]) -> bool:
+    """`done` in a fork that is killed at its `event`-th change of a file. Returns whether it ended before."""
+    changes = itertools.count(1)
+
+    def count(name: str, arguments: tuple[Any, ...]) -> None:
+        if name in ("os.mkdir", "open", "os.rename", "os.remove", "os.rmdir") and next(changes) == event:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if (pid := os.fork()) == 0:
+        try:
+            sys.addaudithook(count)
+            done()
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+
+
+def test_a_run_that_is_killed_at_any_moment_leaves_nothing_to_the_second_next(temporary: Path) -> None:
+    """While it makes its directory, and while it removes that of another."""
+
+    def make() -> None:
+        directory = RunDirectory()
+        (directory.path / "keys").mkdir()
+        (directory.path / "keys" / "secret").touch()
+        (directory.path / "log").touch()
+
+    assert _run_until(0, make)
+    left = max(len(list(path.rglob("*"))) for path in temporary.iterdir())
+    for event in range(1, 100):
+        ended = _run_until(event, make)
+        assert len(list(temporary.iterdir())) <= 2, "a run that was killed before"
+        if ended:
+            break
+    assert 99 > event > left > 3
+    sweep_runs()
+    assert not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize("moment", ["open", "fcntl.flock"])
+def test_a_directory_that_is_swept_before_it_is_locked(temporary: Path, moment: str) -> None:
+    def make() -> None:
+        swept: list[str] = []
+
+        def sweep(name: str, arguments: tuple[Any, ...]) -> None:
+            if name == moment and not swept and (made := list(temporary.iterdir())):
+                swept.append(name)
+                sweep_runs()
+                assert not made[0].exists()
+
+        sys.addaudithook(sweep)
+        RunDirectory()
+        assert swept
+
+    assert _run_until(0, make)
+    (left,) = temporary.iterdir()
+    assert sweep_runs() == [left.name]
 
 
 def test_without_a_writable_temporary_directory_the_error_names_it(temporary: Path) -> None:

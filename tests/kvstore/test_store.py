@@ -84,6 +84,21 @@ def test_old_entries_go_and_those_of_the_last_seconds_stay(tmp_path: Path) -> No
     assert keys[2] not in left
 
 
+def test_entries_of_the_future_go_first(tmp_path: Path) -> None:
+    """The clock was set back, or another host's is ahead."""
+    store = FileStore(tmp_path, 4096)
+    keys = [store.put({"x": pattern(800, i)}) for i in range(4)]
+    for key, seconds in zip(keys, (-7200, 1, -7201, -1), strict=True):
+        age(tmp_path / key, seconds)
+    (part := tmp_path / f"{'0' * 32}.tmp").touch()
+    age(part, -7200)
+    store.put({"x": pattern(800, 9)})
+    left = set(store.keys())
+    assert keys[0] not in left
+    assert left >= {keys[1], keys[2], keys[3]}
+    assert not part.exists()
+
+
 def test_an_entry_that_is_used_while_room_is_made_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, other = FileStore(tmp_path, 4096), FileStore(tmp_path, 4096)
     keys = [store.put({"x": pattern(800, i)}) for i in range(4)]

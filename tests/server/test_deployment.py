@@ -270,6 +270,15 @@ def test_a_signal_while_loading_ends_the_process(directory: str) -> None:
     assert child.wait(LIMIT_S) == 128 + signal.SIGTERM
 
 
+def test_a_parent_that_died_while_its_child_imported(directory: str) -> None:
+    """The kernel tells a child only of deaths after it has asked."""
+    read, write = os.pipe()
+    os.close(read)
+    child = subprocess.Popen([*FAKE, "serve", directory, "--port", "0", "--ready-fd", str(write)], pass_fds=(write,))
+    os.close(write)
+    assert child.wait(LIMIT_S) == -signal.SIGTERM
+
+
 def test_a_server_needs_no_standard_streams(directory: str) -> None:
     """As a daemon may start it: `baton serve ... <&- >&- 2>&-`."""
     read, write = os.pipe()

@@ -20,7 +20,6 @@ from baton.errors import ConfigError, EngineUnavailableError
 from baton.openai.http.serving import bind
 
 _LOOK_S = 0.1
-# Attempts to find a row of free ports.
 _TRIES = 50
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from baton.cli.logs import logger
 from baton.engine.config import RANKS, StepSettings, block_sizes
 from baton.errors import ConfigError
 
@@ -64,8 +65,16 @@ class RoleOptions:
         return {role: size or options.data_parallel_size for role, size in own.items()}
 
     def alike(self, options: Options, batch_invariant: bool) -> Options:
-        """`options` that make batch-invariant engines of both roles compute the same bits."""
+        """`options` that make batch-invariant engines of both roles compute the same bits; warns otherwise."""
         sizes = (options.tensor_parallel_size, self.prefill_tensor_parallel_size, self.decode_tensor_parallel_size)
+        prefill, decode = (size or options.tensor_parallel_size for size in sizes[1:])
+        if prefill != decode and not batch_invariant:
+            logger.warning(
+                "%d and %d tensor ranks round differently: a request that loses its prefill engine may get another "
+                "token where two are nearly equal, unless engines have --batch-invariant",
+                prefill,
+                decode,
+            )
         most = max(size for size in sizes if size is not None)
         if not batch_invariant or options.reduction_slices is not None or most == 1:
             return options

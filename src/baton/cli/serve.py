@@ -1,4 +1,4 @@
-"""`baton serve` and `baton up`. Slow imports come after the port is known to be free."""
+"""`baton serve` and `baton up`. Slow imports come after cheap checks."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from baton.cli.supervision import DEFAULT_MAX_RESTARTS, Supervisor
 from baton.deployment import Deployment, Reporter
 from baton.engine.config import EngineConfig, SpeculativeConfig
 from baton.engine.memory.sizes import check_sizes
+from baton.engine.ports import check_ports
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.imports import check_kernel_cache, without_gc
 from baton.router.config.router_settings import RoutingSettings
@@ -72,7 +73,7 @@ def serve_command(
         with contextlib.closing(listener):
             name = engine_id or f"{role}-{listener.getsockname()[1]}"
             config = options.to_config(model, role, name, process)
-            check_sizes(config)
+            _check(config)
             tokenizer = Tokenizer.load(config.model, **template)
             reporter.progress("loading libraries")
             with without_gc():
@@ -130,6 +131,11 @@ def _serve_ranks(
         reporter.signalled()
 
 
+def _check(config: EngineConfig, num_engines: int = 1) -> None:
+    check_sizes(config, num_engines)
+    check_ports(config, num_engines)
+
+
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
     prefill: Annotated[int, typer.Option(min=1, help="Prefill engines.")] = 1
@@ -163,7 +169,6 @@ def up_command(
     from baton.router.app import check_routing
     from baton.server.run import ending_on_sigterm
 
-    # Checked here too, for one error line instead of one per engine.
     began, role_flags = time.monotonic(), roles.flags()
     own = {"recovery": options.recovery, "max_queued_requests": options.max_queued_requests, **listen.answers()}
     listener = listen.bind()
@@ -171,7 +176,7 @@ def up_command(
         options = roles.alike(options, options.batch_invariant)
         config = options.to_config(model)
         ranks = roles.data_ranks(options)
-        check_sizes(config, fleet.prefill * ranks["prefill"] + fleet.decode * ranks["decode"])
+        _check(config, fleet.prefill * ranks["prefill"] + fleet.decode * ranks["decode"])
         router = router_config(routing, admin, listen.host, tokenizer=config.model, **own)
         check_routing(router)
         log_lines(f"starting {fleet.prefill} prefill and {fleet.decode} decode engines of {model}")

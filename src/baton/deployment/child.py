@@ -56,7 +56,7 @@ class Reporter:
         self._ready = threading.Event()
         if ready_fd is not None:
             os.set_inheritable(ready_fd, False)
-            die_with_parent()
+            die_with_parent(pipe=ready_fd)
 
     def progress(self, text: str) -> None:
         """A step begins; with an empty text, it shows its own progress."""

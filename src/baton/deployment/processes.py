@@ -65,7 +65,7 @@ class Deployment:
     - `named`: gives a child's error about a setting the name under which the user gave it.
     - `forward`: called with a child's name and each line of its log.
     - `shutdown_timeout_s`: for a child that gets a signal. Close the deployment only after its requests have ended.
-    - `data_ranks`: data-parallel ranks per engine, by role. Each rank is an engine to the router.
+    - `data_ranks`: data-parallel ranks per engine, by role.
 
     `url` is the first router's, or else the first engine's. Create it on a thread that outlives it: on Linux children
     die with that thread.

@@ -35,7 +35,7 @@ from baton.errors import ConfigError, TransportError
 
 ByteArray = NDArray[np.uint8]
 KEEP_S = 5.0
-_ABANDONED_S = 3600.0  # no write of a temporary file takes so long
+_ABANDONED_S = 3600.0
 _KEY = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _TEMPORARY = re.compile(r"[0-9a-f]{32}\.tmp", re.ASCII)
 _DIGEST = "baton-digest"
@@ -173,11 +173,11 @@ class FileStore:
         entries = []
         with os.scandir(self.directory) as items:
             for item in items:
-                with contextlib.suppress(FileNotFoundError):  # removed by another process
+                with contextlib.suppress(FileNotFoundError):
                     status = item.stat(follow_symlinks=False)
                     if _KEY.fullmatch(item.name):
                         entries.append((status.st_mtime, status.st_size, Path(item.path)))
-                    elif _TEMPORARY.fullmatch(item.name) and time.time() - status.st_mtime > _ABANDONED_S:
+                    elif _TEMPORARY.fullmatch(item.name) and abs(time.time() - status.st_mtime) > _ABANDONED_S:
                         os.unlink(item.path)
         return sorted(entries)
 
@@ -190,15 +190,16 @@ class FileStore:
     def _evict(self, nbytes: int) -> int:
         """Remove old entries until `nbytes` and a margin fit, or at least `nbytes`. Returns the room."""
         entries = self._entries()
-        room = self.max_bytes - sum(size for _, size, _ in entries)
-        for used, size, path in entries:
-            if room >= nbytes + self._margin or time.time() - used < KEEP_S:
+        room, now = self.max_bytes - sum(size for _, size, _ in entries), time.time()
+        # First those of the future: the clock was set back.
+        for used, size, path in sorted(entries, key=lambda entry: entry[0] < now + KEEP_S):
+            if room >= nbytes + self._margin or abs(now - used) < KEEP_S:
                 break
             try:
                 if path.lstat().st_mtime != used:  # used meanwhile
                     continue
                 path.unlink()
-            except FileNotFoundError:  # another process has made the same room
+            except FileNotFoundError:
                 pass
             except OSError:
                 continue

@@ -79,6 +79,8 @@ class AgentConfig:
 
 
 def own_bind(bind: str, rank: int) -> str:
-    """Rank r binds rank 0's port plus r; port `*` stays."""
+    """Rank r binds rank 0's port plus r, or its path and `_r`; port `*` stays."""
+    if rank and bind.startswith("ipc://"):
+        return f"{bind}_{rank}"
     host, _, port = bind.rpartition(":")
     return f"{host}:{int(port) + rank}" if rank and port.isdecimal() else bind

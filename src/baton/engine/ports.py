@@ -1,0 +1,53 @@
+"""Addresses beside the HTTP port."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import zmq
+
+from baton.engine.config import EngineConfig
+from baton.errors import ConfigError
+from baton.handoff.session.config import own_bind
+from baton.handoff.session.keys import CONTROL_BIND
+
+_PATH = "ipc://"
+
+
+def check_ports(config: EngineConfig, num_engines: int = 1) -> None:
+    """Raise `ConfigError` if an address is taken, or `num_engines` would share it."""
+    for field, address in _addresses(config, num_engines > 1 or config.ticket_key_path is not None):
+        if address.rpartition(":")[2] in ("*", "0"):
+            continue
+        if num_engines > 1:
+            raise ConfigError(field, f"{address} is for one engine, but {num_engines} start: let its port be *")
+        if (why := _taken(address)) is not None:
+            raise ConfigError(field, f"cannot listen at {address}: {why}")
+
+
+def _addresses(config: EngineConfig, hands_over: bool) -> Iterator[tuple[str, str]]:
+    first = config.data_parallel_rank
+    for rank in range(first, first + config.num_ranks if hands_over else first):
+        yield CONTROL_BIND, own_bind(config.kv_transfer_config.control_bind, rank)
+    if config.kv_events_config.enabled:
+        events = config.kv_events_config.of_rank(first)
+        yield "kv_events_config.endpoint", events.endpoint
+        if events.replay_endpoint is not None:
+            yield "kv_events_config.replay_endpoint", events.replay_endpoint
+
+
+def _taken(address: str) -> str | None:
+    if address.startswith(_PATH):
+        # ZeroMQ would take the path from its owner.
+        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+            probe.connect(address.removeprefix(_PATH))
+            return "another process does"
+        return None
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as listener:
+        try:
+            listener.bind(address)
+        except zmq.ZMQError as error:
+            return str(error)
+    return None
