@@ -80,3 +80,9 @@ def accepted_of(channel: Any) -> AcceptedConnections:
     """Connections that a channel has accepted."""
     found: AcceptedConnections = channel._accepted
     return found
+
+
+def kept_features(stepped: Any) -> dict[int, Any]:
+    """The target's features that an engine keeps for drafter rows that wait, by step."""
+    found: dict[int, Any] = stepped.core.executor._features
+    return found

@@ -16,8 +16,10 @@ from msgspec import structs
 
 from baton.engine.config import SpeculativeConfig
 from baton.engine.config.speculative import MOST_AUTO_DRAFTS
+from baton.engine.planning import DraftRows
 from baton.engine.request import Request
 from baton.engine.request_checks import make_request
+from baton.engine.scheduler import ScheduledRows
 from baton.engine.speculation.adaptive import (
     CHOOSE_EVERY,
     PROBE_EVERY,
@@ -42,6 +44,7 @@ PARAMS = SamplingParams(max_tokens=24, temperature=0.8, seed=5, ignore_eos=True)
 class RequestStub:
     request_id: str
     token_ids: list[int] = field(default_factory=lambda: [0] * 9)
+    is_prefilling: bool = False
 
 
 def auto(spec: dict[str, Any], **more: Any) -> SpeculativeConfig:
@@ -234,3 +237,28 @@ def test_a_choice_holds_for_some_steps_unless_a_request_comes() -> None:
     assert adaptive.choose([*requests[1:]], [8, 1]).tolist() == [3, 1]
     assert adaptive.choose(requests[2:], [8]).tolist() == [1]
     assert chosen == [2, 2, 2]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_there_is_a_choice_whatever_came_before(seed: int) -> None:
+    """Batches jump between 1 and 64, requests come and leave at any time, and clocks stand still or jump."""
+    rng, chooser, number = random.Random(seed), AdaptiveDrafts(MOST_AUTO_DRAFTS), itertools.count()
+    batch: list[Any] = []
+    with np.errstate(divide="raise", over="raise", invalid="raise"):
+        for _ in range(600):
+            if not batch or rng.random() < 0.1:
+                stay = rng.sample(batch, rng.randrange(len(batch) + 1))
+                new = range(max(0, rng.choice([1, 1, 2, 8, 64]) - len(stay)))
+                batch = stay + [RequestStub(f"{next(number)}", [0] * rng.choice([1, 9, 4000])) for _ in new]
+                rng.shuffle(batch)
+            if not batch:
+                continue
+            most = [rng.choice([MOST_AUTO_DRAFTS] * 9 + [-1, 0, 1]) for _ in batch]
+            counts = chooser.choose(batch, most).tolist()
+            assert all(0 <= count <= max(0, limit) for count, limit in zip(counts, most, strict=True))
+            seconds = rng.choice([0.0, 1e-9, 1e-3, 1e-3, 0.02, 0.02, 3600.0])
+            chooser.drafted([DraftRows(r, (), 8, 9, k) for r, k in zip(batch, counts, strict=True)], seconds)
+            for one, count in zip(batch, counts, strict=True):
+                chooser.verified(one, count, rng.randrange(count + 1))
+                one.is_prefilling = rng.random() < 0.01
+            chooser.computed([ScheduledRows(r, 8, 1 + k) for r, k in zip(batch, counts, strict=True)], seconds)

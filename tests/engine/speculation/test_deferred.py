@@ -15,6 +15,7 @@ from baton.engine.speculation.deferred import MOST_ROWS, MOST_STEPS, DeferredRow
 from baton.engine.step_plans import DraftPlan, DraftResult
 from baton.wire import SamplingParams
 from testkit.engines import EAGLE3, Stepped, stepped
+from testkit.inside import kept_features
 from tests.engine.speculation.test_adaptive import auto, prompts_of
 
 PARAMS = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
@@ -60,17 +61,19 @@ def test_drafts_after_rows_that_waited_are_the_same() -> None:
         assert drafts == expected
         assert accepted == expected_accepted
         assert passes < all_passes / 2
-        assert len(one.core.steps.executor._features) <= 1  # type: ignore[attr-defined]
+        assert len(kept_features(one)) <= 1
 
 
 class RequestStub:
     prefill_len = 4
+    finish_reason: str | None = None
 
     def __init__(self) -> None:
-        self.status, self.num_drafted = RequestStatus.RUNNING, 4
+        self.status, self.num_drafted, self.num_computed = RequestStatus.RUNNING, 4, 4
 
 
 def rows(request: Any, step: int, start: int, num_drafts: int = 0) -> DraftRows:
+    request.num_computed = start + 1
     return DraftRows(request, (FeatureRows(step, 0, 1),), start, start + 1, num_drafts)
 
 
@@ -98,6 +101,17 @@ def test_all_rows_are_due_once_one_has_waited_for_long() -> None:
     assert [(one.request, one.start, one.stop) for one in found] == [(first, 4, 4 + MOST_STEPS), (second, 4, 5)]
 
 
+def test_rows_of_a_request_that_has_just_ended_are_not_due() -> None:
+    """Its stream is closed, so nothing may fail for it any more."""
+    deferred, first, second = DeferredRows(), RequestStub(), RequestStub()
+    for step in range(1, MOST_STEPS):
+        deferred.begin(2)
+        assert deferred.due([rows(first, step, 3 + step), rows(second, step, 3 + step)]) == []
+    deferred.begin(2)
+    first.finish_reason = "stop"
+    assert [one.request for one in deferred.due([rows(second, MOST_STEPS, 3 + MOST_STEPS)])] == [second]
+
+
 def test_all_rows_are_due_once_many_are_kept() -> None:
     """Prompts' too."""
     deferred, first, second = DeferredRows(), RequestStub(), RequestStub()
@@ -113,7 +127,23 @@ def test_all_rows_are_due_once_many_are_kept() -> None:
     assert deferred.due([rows(first, 4, 7), rows(second, 4, 5)]) == []
 
 
-@pytest.mark.parametrize("cause", ["ended", "preempted"])
+def test_rows_of_a_request_that_has_no_room_in_steps_are_due_too() -> None:
+    """Otherwise the features of all these steps would be kept."""
+    deferred, first, second = DeferredRows(), RequestStub(), RequestStub()
+    deferred.begin(2)
+    assert deferred.due([rows(first, 1, 4)]) == []
+    for step in range(2, MOST_STEPS):
+        assert deferred.begin(2) == (step, 1)
+        assert [one.request for one in deferred.due([rows(second, step, 2 + step, num_drafts=1)])] == [second]
+        second.num_drafted = 3 + step
+    assert deferred.begin(2) == (MOST_STEPS, 1)
+    found = deferred.due([rows(second, MOST_STEPS, 2 + MOST_STEPS)])
+    assert [(one.request, one.start, one.stop) for one in found] == [(first, 4, 5), (second, 18, 19)]
+    first.num_drafted, second.num_drafted = 5, 19
+    assert deferred.begin(2) == (MOST_STEPS + 1, MOST_STEPS + 1)
+
+
+@pytest.mark.parametrize("cause", ["ended", "preempted", "preempted, and its first entries were cached"])
 def test_rows_of_requests_that_left_are_forgotten(cause: str) -> None:
     deferred, request = DeferredRows(), RequestStub()
     deferred.begin(2)
@@ -121,5 +151,5 @@ def test_rows_of_requests_that_left_are_forgotten(cause: str) -> None:
     if cause == "ended":
         request.status = RequestStatus.FINISHED
     else:
-        request.num_drafted = 0
+        request.num_drafted = request.num_computed = 0 if cause == "preempted" else 4
     assert deferred.begin(2) == (2, 2)

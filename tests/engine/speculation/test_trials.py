@@ -81,3 +81,14 @@ def test_steps_outside_of_periods_are_not_counted() -> None:
     trials.end()
     trials.computed(16, 0, 1000.0)
     assert periods(trials, 3, 16, paid=1.05) == [True] * 3
+
+
+def test_a_step_that_was_disturbed_does_not_decide() -> None:
+    """A machine that was suspended for a minute would look slow for thousands of periods."""
+    trials = Trials()
+    periods(trials, 4, 16, paid=1.3)
+    assert trials.begin(16)
+    trials.computed(16, 0, 60.0)
+    assert periods(trials, 3, 16, paid=1.3) == [True] * 3
+    # Steps that take twice as long from now on count in full soon.
+    assert periods(trials, 16 * TRY_AFTER, 16, paid=0.5)[-TRY_AFTER:].count(True) <= 1

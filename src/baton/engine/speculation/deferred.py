@@ -14,7 +14,7 @@ from baton.engine.request import Request, RequestStatus
 # Steps whose features are kept. A pass costs as much as tens of rows. Rows that wait at a request's end enter no prefix
 # cache.
 MOST_STEPS = 16
-# Of these steps, prompts' too: all use memory.
+# Of these steps, prompts' too.
 MOST_ROWS = 1024
 
 
@@ -30,7 +30,8 @@ class DeferredRows:
         self._waiting = {
             request: rows
             for request, rows in self._waiting.items()
-            if request.status is RequestStatus.RUNNING and request.num_drafted == rows.start
+            if request.status is RequestStatus.RUNNING
+            and (request.num_drafted, request.num_computed) == (rows.start, rows.stop)
         }
         self._step += 1
         oldest = min((rows.features[0].step for rows in self._waiting.values()), default=self._step)
@@ -40,21 +41,23 @@ class DeferredRows:
 
     def due(self, draft_rows: Sequence[DraftRows]) -> list[DraftRows]:
         """The rows to compute now: those of requests with drafts and of prompts, which caches and handoffs want; all
-        once one has waited long or too much is kept."""
-        joined = [self._joined(rows) for rows in draft_rows]
-        oldest = min((rows.features[0].step for rows in joined), default=self._step)
+        that wait once one has waited long or too much is kept."""
+        for rows in draft_rows:
+            self._waiting[rows.request] = self._joined(rows)
+        oldest = min((rows.features[0].step for rows in self._waiting.values()), default=self._step)
         everything = self._step - oldest >= MOST_STEPS - 1 or sum(self._num_rows.values()) > MOST_ROWS
-        due = []
-        for rows in joined:
-            if everything or rows.num_drafts or rows.start < rows.request.prefill_len:
-                self._waiting.pop(rows.request, None)
-                due.append(rows)
-            else:
-                self._waiting[rows.request] = rows
+        due = [
+            rows
+            for rows in self._waiting.values()
+            if rows.request.finish_reason is None
+            and (everything or rows.num_drafts or rows.start < rows.request.prefill_len)
+        ]
+        for rows in due:
+            del self._waiting[rows.request]
         return due
 
     def _joined(self, rows: DraftRows) -> DraftRows:
-        before = self._waiting.get(rows.request)
+        before = self._waiting.pop(rows.request, None)
         if before is None or before.stop != rows.start:
             return rows
         return DraftRows(rows.request, (*before.features, *rows.features), before.start, rows.stop, rows.num_drafts)

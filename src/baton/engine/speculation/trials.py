@@ -18,6 +18,8 @@ _DOUBT = 0.75
 TRY_AFTER, TRY_SELDOM = 8, 64
 # Batches whose numbers of requests differ by less than this factor are compared.
 _LIKE = 1.3
+# Times the mean.
+_DISTURBED = 3.0
 
 
 @dataclass(slots=True)
@@ -63,7 +65,7 @@ class Trials:
         self._first = True
 
     def begin(self, num_requests: int) -> bool:
-        """A new period: whether it drafts."""
+        """Whether a new period drafts."""
         self._size = _size(num_requests)
         comparison = self._comparisons[self._size]
         drafts = comparison.next()
@@ -83,6 +85,8 @@ class Trials:
             return
         if not self._first and _size(num_requests) == self._size:
             rate = self._comparisons[self._size].rates[self._drafts]
+            if rate.seconds:
+                seconds = min(seconds, _DISTURBED * num_requests * rate.seconds / rate.rows)
             rate.rows += num_requests
             rate.tokens += num_requests + num_accepted
             rate.seconds += seconds

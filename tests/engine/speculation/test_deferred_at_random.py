@@ -1,0 +1,78 @@
+"""Drafter rows that wait, where requests come, leave and are preempted at random steps, change no draft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from baton.engine.request import Request
+from baton.engine.speculation.adaptive import AdaptiveDrafts
+from baton.engine.speculation.deferred import MOST_STEPS
+from baton.wire import SamplingParams
+from benchmarks.parity.models import DRAFTERS, NUM_DRAFTS, TARGETS
+from testkit.disorder import Disorder, Said
+from testkit.engines import Stepped, request, stepped
+from testkit.inside import kept_features
+from tests.engine.speculation.test_adaptive import auto
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NUM_TOKENS, NUM_PROMPTS, NUM_STEPS = 40, 6, 220
+Drafts = dict[tuple[int, ...], list[int]]
+
+
+class InStretches(AdaptiveDrafts):
+    """Few drafts at few lengths of a request, with stretches shorter and longer than rows may wait."""
+
+    def choose(self, requests: Sequence[Request], most: Sequence[int]) -> np.ndarray:
+        counts = [NUM_DRAFTS if len(one.token_ids) % 23 in (2, 9) else 0 for one in requests]
+        return np.minimum(counts, np.maximum(most, 0))
+
+
+def drafted(one: Stepped) -> Drafts:
+    """The drafts that the running requests have got, by their known tokens."""
+    return {tuple(r.token_ids): r.draft_ids for r in one.core.scheduler.running if r.draft_ids}
+
+
+def alone(one: Stepped) -> tuple[list[Said], Drafts]:
+    said, found, random = [], Drafts(), Random(1)
+    one.core.steps.adaptive, one.core.steps.deferred = InStretches(NUM_DRAFTS), None
+    for number in range(NUM_PROMPTS):
+        prompt = [2 + number, *random.choices(range(2, 9), k=7 * number)]
+        params = SamplingParams(max_tokens=NUM_TOKENS, temperature=4.0 * (number % 2), seed=number, ignore_eos=True)
+        stream = one.add(request(f"{number}", prompt, params))
+        said.append(Said(prompt, params, stream))
+        while not stream.ended:
+            one.step()
+            found |= drafted(one)
+    return said, found
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter"), [("llama", "eagle3"), ("mistral, window", "eagle"), ("qwen3_next", "mtp")]
+)
+def test_drafts_are_those_of_rows_that_never_waited(target: str, drafter: str, tmp_path: Path) -> None:
+    model, make = TARGETS[target](tmp_path / "target", 0), DRAFTERS[drafter].make
+    assert make is not None
+    settings: dict[str, Any] = {"model": str(model), "speculative_config": auto(make(tmp_path / "drafter", model, 1))}
+    settings |= {"skip_tokenizer_init": True, "block_size": 4, "max_model_len": 128}
+    with stepped(**settings, kv_cache_memory=4 << 20, enable_prefix_caching=False) as one:
+        wanted, expected = alone(one)
+    assert sum(sum(said.stream.accepted) for said in wanted) > 0
+    memory = 1 << (20 if target == "qwen3_next" else 18)
+    with stepped(**settings, kv_cache_memory=memory, mamba_block_size=4) as one:
+        assert one.core.steps.deferred is not None
+        one.core.steps.adaptive = InStretches(NUM_DRAFTS)
+        disorder, num_drafts = Disorder(one, wanted, 0, 1 + 2 * NUM_DRAFTS), 0
+        for _ in range(NUM_STEPS):
+            disorder.step()
+            found = drafted(one)
+            assert found.items() <= expected.items()
+            num_drafts += len(found)
+            assert len(kept_features(one)) <= MOST_STEPS
+        assert min(disorder.num_ended, disorder.num_preempted, num_drafts) > 9
