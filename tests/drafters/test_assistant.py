@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton import LLM
 from baton.drafters import assistant
 from baton.drafters.registry import load_drafter
 from baton.engine.config import SpeculativeConfig
@@ -240,24 +239,6 @@ def test_each_rank_attends_with_the_heads_of_its_keys(made: Callable[..., Made])
     expected = run(TensorRank())
     for found in on_ranks(2, 2, run):
         torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("layers", [["sliding", "full"], ["full", "sliding", "sliding", "full"]])
-def test_keys_on_other_stages_give_the_same_drafts(layers: list[str], tmp_path: Path) -> None:
-    """The windowed layer is on the first stage, or on the last. Requests end, and their drafts, at different steps."""
-    types = [f"{kind}_attention" for kind in layers]
-    target = make_gemma4(tmp_path / "target", "gemma4-k_is_v", num_hidden_layers=len(types), layer_types=types)
-    spec = make_assistant(tmp_path / "assistant", target)
-    settings: dict[str, Any] = {"speculative_config": spec, "skip_tokenizer_init": True, "batch_invariant": True}
-    settings |= {"kv_cache_memory": 1 << 20, "block_size": 4}
-    prompts = [{"prompt_token_ids": prompt_of(length)} for length in LENGTHS]
-    params = [SamplingParams(max_tokens=6 + i, temperature=0.5 * (i % 2), seed=i, ignore_eos=True) for i in range(5)]
-    answers = []
-    for stages, ranks in ((1, 1), (2, 1), (2, 2)):
-        sizes = {"pipeline_parallel_size": stages, "tensor_parallel_size": ranks, "reduction_slices": 2}
-        with LLM(str(target), **settings, **sizes) as llm:
-            answers.append([(r.outputs[0].token_ids, r.outputs[0].accepted) for r in llm.generate(prompts, params)])
-    assert answers[0] == answers[1] == answers[2]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,12 @@ from baton import LLM, SamplingParams, StructuredOutputsParams
 from baton.engine.config import EngineConfig, KVTransferConfig, SpeculativeConfig
 from baton.engine.ranks.orders import Compute, decode_order, encode_message
 from baton.engine.ranks.rank_executor import RankExecutor
-from baton.engine.step_plans import StepPlan, one_request
+from baton.engine.step_plans import DraftPlan, DraftResult, StepPlan, one_request
 from baton.errors import BatonError, ConfigError, EngineUnavailableError
 from baton.transports.mapped.segments import file_of
+from testkit.checkpoints.gemma4 import make_assistant, make_gemma4
 from testkit.checkpoints.granite import make_granite
+from testkit.engines import MakeDrafts
 from testkit.inside import engine_of
 
 TARGET = "models/baton-demo-llama"
@@ -169,4 +173,35 @@ def test_a_plan_that_fails_ends_the_ranks() -> None:
         with pytest.raises(EngineUnavailableError, match="rank"):
             executor.execute(StepPlan(rows, np.array([1])))
         with pytest.raises(EngineUnavailableError, match="rank"):
+            llm.generate(PROMPTS, PARAMS)
+
+
+def other_pages(draft: MakeDrafts, plan: DraftPlan) -> DraftResult:
+    """Only the last stage reads full attention."""
+    tables = {n: t + 10**6 if n.startswith("target.full") else t for n, t in plan.rows.tables.items()}
+    return draft(replace(plan, rows=replace(plan.rows, tables=tables)))
+
+
+@pytest.mark.parametrize("loss", ["dies", "fails"])
+def test_a_stage_that_is_lost_while_a_drafter_asks_it_ends_the_engine(loss: str, tmp_path: Path) -> None:
+    """Gemma 4's assistant attends to keys of the last stage."""
+    kinds = ["sliding_attention", "full_attention"]
+    target = make_gemma4(tmp_path / "target", "gemma4-k_is_v", num_hidden_layers=2, layer_types=kinds)
+    settings = {**SETTINGS, "speculative_config": make_assistant(tmp_path / "assistant", target)}
+    with LLM(str(target), **settings, pipeline_parallel_size=2) as llm:
+        executor = engine_of(llm).core.executor
+        (stage,) = followers(os.getpid())
+        draft, local = executor.draft, executor.local.draft
+
+        def stops_then_dies(plan: DraftPlan) -> DraftResult:
+            """It cannot answer."""
+            os.kill(stage, signal.SIGSTOP)
+            threading.Timer(0.5, os.kill, (stage, signal.SIGKILL)).start()
+            return local(plan)
+
+        if loss == "dies":
+            executor.local.draft = stops_then_dies
+        else:
+            executor.draft = lambda plan: other_pages(draft, plan)
+        with pytest.raises(EngineUnavailableError, match=r"rank 1 (ended with status|has gone|failed)"):
             llm.generate(PROMPTS, PARAMS)
