@@ -87,8 +87,9 @@ class Stepped:
         self.core = self.engine.core
 
     def add(self, wire: GenerateRequest) -> Stream:
+        stream = self.streams[wire.request_id] = Stream()
         self.core.add(make_request(self.engine, wire))
-        return self.streams[wire.request_id]
+        return stream
 
     def step(self) -> bool:
         self.core.drain()
@@ -180,12 +181,13 @@ class Pair:
         mode: Mode,
         known: list[int] | None = None,
         timings: bool = False,
+        salt: str | None = None,
     ) -> tuple[Stream, Stream]:
         """Add both legs of a request. Returns the streams of P and D."""
         signed = self.signed(request_digest(prompt + (known or []), params, len(prompt)), mode)
         prefill = request(name, prompt, params, known, HandoffParams(role="prefill", ticket=signed))
         decode = request(name, prompt, params, known, HandoffParams(role="decode", ticket=signed))
-        prefill, decode = (msgspec.structs.replace(one, timings=timings) for one in (prefill, decode))
+        prefill, decode = (msgspec.structs.replace(one, timings=timings, cache_salt=salt) for one in (prefill, decode))
         return self.prefill.add(prefill), self.decode.add(decode)
 
     def hand_back(

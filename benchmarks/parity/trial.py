@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from msgspec import structs
+
 from baton.engine.config import SpeculativeConfig
 from baton.engine.executor import LocalExecutor
 from baton.engine.ranks.rank_executor import RankExecutor
@@ -147,22 +149,22 @@ def run(
     return outcome
 
 
-def compare(two: Pair, alone: Mapping[Case, Stream], limit_s: float = 120.0) -> Cell:
+def compare(two: Pair, alone: Mapping[Case, Stream], limit_s: float = 120.0, salt: str | None = None) -> Cell:
     """Hand over requests of one mode, chunked or not, all at once, and compare them with one engine's streams
-    `alone`.
+    `alone`. `salt`: of the prefix cache.
     """
     scheduler = two.prefill.core.scheduler
     budget, cell = scheduler.max_num_batched_tokens, Cell(num_cases=len(alone))
     for engine, label in ((two.prefill, "P"), (two.decode, "D")):
-        _give_first(engine, [prompt for case in alone if (prompt := case.begins_alike(label)) is not None], label)
-    cell.num_handed_back = _hand_back(two, [case for case in alone if case.condition == HANDED_BACK], limit_s)
+        _give_first(engine, [prompt for case in alone if (prompt := case.begins_alike(label)) is not None], label, salt)
+    cell.num_handed_back = _hand_back(two, [case for case in alone if case.condition == HANDED_BACK], limit_s, salt)
     two.decode.core.forget_metrics()
     wanted = _Wanted(two.decode)
     scheduler.max_num_batched_tokens = CHUNK if next(iter(alone)).chunked else budget
     expected = {case: Expected(stream, known_rounds(case, stream)) for case, stream in alone.items()}
     names = {f"{case.mode}-{case.number}": case for case in alone}
     legs = {
-        case: two.legs(name, case.prompt, case.params, case.mode, expected[case].known or None)
+        case: two.legs(name, case.prompt, case.params, case.mode, expected[case].known or None, salt=salt)
         for name, case in names.items()
     }
     waiting = {name for name, case in names.items() if case.condition == "preempted"}
@@ -198,20 +200,20 @@ def _said(single: Stepped, cases: Sequence[Case]) -> dict[Case, Stream]:
     return streams
 
 
-def _give_first(engine: Stepped, prompts: Sequence[list[int]], label: str) -> None:
-    cached = engine.core.metrics.num_prompt_tokens
-    streams = [engine.add(request(f"first-{label}-{cached}-{i}", p, _TWO_TOKENS)) for i, p in enumerate(prompts)]
+def _give_first(engine: Stepped, prompts: Sequence[list[int]], label: str, salt: str | None) -> None:
+    wires = [request(f"first-{label}-{i}", prompt, _TWO_TOKENS) for i, prompt in enumerate(prompts)]
+    streams = [engine.add(structs.replace(wire, cache_salt=salt)) for wire in wires]
     while not all(stream.ended for stream in streams):
         engine.step()
 
 
-def _hand_back(two: Pair, cases: Sequence[Case], limit_s: float) -> int:
+def _hand_back(two: Pair, cases: Sequence[Case], limit_s: float, salt: str | None) -> int:
     """Give P what D holds of these prompts. Returns how many tokens P holds afterwards."""
     held = 0
     for case in cases:
         if case.length < 2:
             continue  # P computes the last token in any case
-        found = two.hand_back(f"back-{case.mode}-{case.number}", case.prompt, case.mode)
+        found = two.hand_back(f"back-{case.mode}-{case.number}", case.prompt, case.mode, salt)
         two.step_until(lambda: two.prefill.is_idle() and two.decode.is_idle(), limit_s)
         held += found.destination.num_cached if found.destination is not None else 0
     return held

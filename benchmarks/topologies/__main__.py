@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from baton.engine.config import KVTransferConfig
+from baton.handoff.protocol.ticket import load_or_create_key
 from benchmarks.parity.cases import CONDITIONS, Case, block_sizes, cases
 from benchmarks.parity.models import MakeTarget, louder, written
 from benchmarks.parity.trial import Cell, Trial, compare
@@ -27,7 +28,7 @@ from simulation.topologies import Shape
 from testkit.checkpoints.gemma4 import make_gemma4
 from testkit.checkpoints.granite import make_granite
 from testkit.checkpoints.qwen_hybrid import make_qwen_hybrid
-from testkit.engines import Pair, Stream, pair
+from testkit.engines import Pair, Stepped, Stream, pair, stepped
 from testkit.processes import baton_forks
 
 # Target and drafter of the parity matrix: heads with heads, latents with heads, latents with latents, states.
@@ -117,54 +118,96 @@ def trial_of(name: str, folder: Path, seed: int = 0, dtype: str = "auto") -> Tri
     return model
 
 
+class Engines:
+    """The engines of a model's cells. Engines that a later cell has too are kept, since starting ranks takes longer
+    than all requests of a cell.
+    """
+
+    def __init__(self, model: Trial, kept: contextlib.ExitStack) -> None:
+        self._model, self._kept = model, kept
+        self._made: dict[tuple[str, str, Shape], Stepped] = {}
+
+    @contextlib.contextmanager
+    def pair(self, shape: str, sizes: str) -> Iterator[Pair]:
+        model, (p, d) = self._model, SHAPES[shape]
+        if shape in TENSOR_RANKS or shape in STAGES:
+            prefill, decode = block_sizes(sizes, ())
+            yield Pair(
+                self._engine("prefill", prefill, p),
+                self._engine("decode", decode, d),
+                load_or_create_key(self._key_file),
+            )
+        elif shape in DATA_RANKS:
+            with _data_ranks(model, shape, sizes) as made:
+                yield made
+        else:
+            with shaped(p, d), model.pair(sizes) as made:
+                yield made
+
+    @property
+    def _key_file(self) -> str:
+        return str(self._model.folder / "ticket.key")
+
+    def _engine(self, role: str, block_size: str, shape: Shape) -> Stepped:
+        key = role, block_size, shape
+        if key not in self._made:
+            made = stepped(
+                **self._model.settings,
+                role=role,
+                engine_id=f"{role}-{block_size}-{shape.tp}-{shape.stages}",
+                ticket_key_file=self._key_file,
+                kv_transfer_config=KVTransferConfig(kv_transport="shm://"),
+                block_size=block_size,
+                tensor_parallel_size=shape.tp,
+                pipeline_parallel_size=shape.stages,
+            )
+            self._made[key] = self._kept.enter_context(made)
+            self._model.prepare(self._made[key])
+        return self._made[key]
+
+
 @contextlib.contextmanager
-def two(model: Trial, shape: str, sizes: str) -> Iterator[Pair]:
-    shapes = SHAPES[shape]
-    if not as_processes(shape):
-        with shaped(*shapes), model.pair(sizes) as made:
-            yield made
-        return
-    p, d = block_sizes(sizes, ())
+def _data_ranks(model: Trial, shape: str, sizes: str) -> Iterator[Pair]:
     common = {**model.settings, "kv_transfer_config": KVTransferConfig(kv_transport="shm://")}
     settings = [
-        {"block_size": size, "tensor_parallel_size": of.tp, "pipeline_parallel_size": of.stages}
-        for size, of in zip((p, d), shapes, strict=True)
+        {"block_size": size, "tensor_parallel_size": of.tp}
+        for size, of in zip(block_sizes(sizes, ()), SHAPES[shape], strict=True)
     ]
     with contextlib.ExitStack() as others:
-        for own, count in zip(settings, DATA_RANKS.get(shape, (1, 1)), strict=True):
+        for own, count in zip(settings, DATA_RANKS[shape], strict=True):
             alone = {"data_parallel_size": 1, "data_parallel_rank": 0, "data_parallel_store": None}
             own |= others.enter_context(beside({**model.settings, **own})) if count > 1 else alone
         with pair(model.folder, settings[1], **common, **settings[0]) as made:
             yield made
 
 
-def run(model: Trial, shape: str, sizes: str, alone: dict[Case, Stream]) -> Cell:
-    """One cell: all cases, both modes."""
-    with two(model, shape, sizes) as made:
-        return compared(made, alone)
-
-
-def compared(made: Pair, alone: dict[Case, Stream]) -> Cell:
-    """Hand all cases over, those of one mode at once."""
+def run(engines: Engines, shape: str, sizes: str, alone: dict[Case, Stream]) -> Cell:
+    """One cell: all cases, both modes. Those of one mode are handed over at once."""
     total = Cell()
-    for key in dict.fromkeys((case.chunked, case.mode) for case in alone):
-        batch = {case: said for case, said in alone.items() if (case.chunked, case.mode) == key}
-        total.add(compare(made, batch, _LIMIT_S))
+    with engines.pair(shape, sizes) as made:
+        for key in dict.fromkeys((case.chunked, case.mode) for case in alone):
+            batch = {case: said for case, said in alone.items() if (case.chunked, case.mode) == key}
+            # Other cells have left the same prompts in the prefix cache.
+            total.add(compare(made, batch, _LIMIT_S, salt=shape))
     return total
 
 
 def rows(name: str, model: Trial, batch: Sequence[Case], options: argparse.Namespace, failures: list[str]) -> list[str]:
     alone, out = model.alone(batch), []
-    for shape in SHAPES:
-        if not is_played(name, shape) or not any(part in shape for part in options.shape):
-            continue
-        columns = [name, shape, "processes" if as_processes(shape) else "agents"]
-        for sizes in options.sizes:
-            cell = run(model, shape, sizes, alone)
-            failures += [f"{name}, {shape}, {sizes}: {failure}" for failure in cell.failures]
-            columns += [f"{cell.num_identical}/{cell.num_cases}", f"{cell.num_bytes:,}", f"{cell.wanted_bytes:,}"]
-        out.append(f"| {' | '.join(columns)} |")
-        print(out[-1], file=sys.stderr, flush=True)
+    if model.settings["speculative_config"] is not None and not any(sum(one.accepted) for one in alone.values()):
+        failures.append(f"{name}: no draft is right, so acceptance proves nothing")
+    shapes = [s for s in SHAPES if is_played(name, s) and any(part in s for part in options.shape)]
+    with contextlib.ExitStack() as kept:
+        engines = Engines(model, kept)
+        for shape in shapes:
+            columns = [name, shape, "processes" if as_processes(shape) else "agents"]
+            for sizes in options.sizes:
+                began = time.monotonic()
+                cell = run(engines, shape, sizes, alone)
+                failures += [f"{name}, {shape}, {sizes}: {failure}" for failure in cell.failures]
+                columns += [f"{cell.num_identical}/{cell.num_cases}", f"{cell.num_bytes:,}", f"{cell.wanted_bytes:,}"]
+            out.append(f"| {' | '.join(columns)} |")
+            print(f"{out[-1]} {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from baton.handoff.plan import planner, topology
 from benchmarks.parity.cases import HANDED_BACK, cases
-from benchmarks.topologies.__main__ import run, trial_of
+from benchmarks.topologies.__main__ import Engines, run, trial_of
 
 pytestmark = pytest.mark.usefixtures("one_thread", "forks")
 # Handed back is a prompt of several pages.
@@ -29,13 +30,27 @@ BATCH = [replace(case, length=63) if case.condition == HANDED_BACK else case for
 def test_tokens_and_acceptance_are_those_of_one_engine(name: str, shapes: tuple[str, ...], tmp_path: Path) -> None:
     model = trial_of(name, tmp_path)
     alone, handed_back = model.alone(BATCH), 0
-    for shape in shapes:
-        cell = run(model, shape, "16/7", alone)
-        assert not cell.failures
-        assert cell.num_identical == cell.num_cases == len(BATCH)
-        assert cell.num_bytes == cell.wanted_bytes > 0
-        handed_back += cell.num_handed_back
+    with ExitStack() as kept:
+        engines = Engines(model, kept)
+        for shape in shapes:
+            cell = run(engines, shape, "16/7", alone)
+            assert not cell.failures
+            assert cell.num_identical == cell.num_cases == len(BATCH)
+            assert cell.num_bytes == cell.wanted_bytes > 0
+            handed_back += cell.num_handed_back
     assert handed_back > 0 or "hybrid" in name, "prompts are too short for the checkpoints of states"
+
+
+def test_a_kept_engine_has_no_prefix_of_an_earlier_cell(tmp_path: Path) -> None:
+    """P as one process, and as two stages, hands over to the same D, with as many bytes."""
+    model = trial_of("Gemma 4 without shared keys, assistant", tmp_path, dtype="bfloat16")
+    alone = model.alone(BATCH)
+    assert any(sum(stream.accepted) for stream in alone.values())
+    with ExitStack() as kept:
+        engines = Engines(model, kept)
+        cells = [run(engines, shape, "16/7", alone) for shape in ("TP 1 to TP 2", "2 stages to TP 2")]
+    assert [cell.failures for cell in cells] == [[], []]
+    assert cells[0].num_bytes == cells[1].num_bytes
 
 
 def test_a_wrong_share_of_heads_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,5 +62,6 @@ def test_a_wrong_share_of_heads_is_seen(tmp_path: Path, monkeypatch: pytest.Monk
     model = trial_of(name, tmp_path)
     alone = model.alone(BATCH)
     monkeypatch.setattr(planner, "assign", assign)
-    cell = run(model, "TP 1 to TP 2", "16/16", alone)
+    with ExitStack() as kept:
+        cell = run(Engines(model, kept), "TP 1 to TP 2", "16/16", alone)
     assert cell.num_identical < cell.num_cases
