@@ -293,7 +293,7 @@ def test_sliding_windows_and_other_weights(checkpoint: Callable[..., Path], tmp_
     [
         ("shm", "kv_transfer_config.prefix_store: must be file:///DIRECTORY, got 'shm'"),
         ("/mnt/kv", "kv_transfer_config.prefix_store: must be file:///DIRECTORY, got '/mnt/kv'"),
-        ("file:///mnt/kv?host=::1", "unknown field `host`"),
+        ("file:///mnt/kv?host=::1", "file has no option 'host'; known: path, max_bytes"),
         ("file:///proc/nothing", "cannot use the directory"),
     ],
 )

@@ -432,9 +432,9 @@ def test_batches_cover_every_byte_once(sizes: list[int], max_runs: int, max_byte
 @pytest.mark.parametrize(
     ("uri", "message"),
     [
-        ("nixl://?prog_thread=1", "unknown field `prog_thread`"),
+        ("nixl://?prog_thread=1", "nixl has no option 'prog_thread'; known: host, backend"),
         ("nixl://?host=localhost", "host is a numeric address"),
-        ("nixl://?speed=1", "unknown field `speed`"),
+        ("nixl://?speed=1", "nixl has no option 'speed'"),
         ("mooncake://?protocol=udp", "Invalid enum value 'udp'"),
         ("mooncake://?host=x", "host is a numeric address"),
         ("file://?max_bytes=0", "max_bytes is at least 1"),

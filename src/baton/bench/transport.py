@@ -22,14 +22,14 @@ from baton.kv.geometry import BLOCK_MAJOR_NHD, LAYER_MAJOR_NHD, Axis, CopyList, 
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec, kv_planes
 from baton.testing.transport_peer import SpawnedPeer
-from baton.transports.registry import create_transport, with_path
+from baton.transports.registry import built_in_transports, create_transport, with_path
 
 ROUNDS = 21
 # A slow transport gets fewer rounds, but at least three.
 MAX_CASE_S = 4.0
 COPY_BYTES = 64 << 20
 PLAN_RUNS = 20_000
-ALL = ("shm", "nixl", "mooncake", "file")
+ALL = tuple(scheme for scheme in built_in_transports("cpu") if scheme != "local")
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20, COPY_BYTES)
 RUN_SIZES = (4 << 10, 32 << 10, 1 << 20)
 

@@ -15,3 +15,5 @@ DRAFTERS = {
     "mtp": "baton.drafters.mtp:Mtp",
     "ngram": "baton.drafters.ngram:NGram",
 }
+# Methods without weights, or with the target's.
+WITHOUT_MODEL = ("ngram", "mtp")

@@ -22,9 +22,8 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import safetensors
 from numpy.typing import NDArray
@@ -46,13 +45,6 @@ class Entry(NamedTuple):
 
     tensors: dict[str, ByteArray]
     about: dict[str, str]
-
-
-class StoreOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`max_bytes`: of all entries."""
-
-    path: Annotated[str, msgspec.Meta(min_length=1)] = os.path.join("~", ".cache", "baton", "kv")
-    max_bytes: int = 8 << 30
 
 
 class FileStore:

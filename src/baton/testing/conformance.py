@@ -17,7 +17,7 @@ from baton.errors import ConfigError
 from baton.kvstore.store import FileStore
 from baton.testing.store_suite import check_store
 from baton.testing.transport_suite import check_names, check_transport
-from baton.transports.registry import create_transport, parse_uri
+from baton.transports.registry import built_in_transports, create_transport, parse_uri, with_path
 
 
 def run_suite(uri: str, device: str | None = None) -> tuple[dict[str, str], list[str]]:
@@ -65,9 +65,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="baton-conformance-") as directory:
-        built_in = ["local", "shm", "nixl", "mooncake", f"file://{directory}/store"]
-        if options.device is not None:
-            built_in = ["cuda_ipc", "nixl"]
+        built_in = [with_path(name, f"{directory}/store") for name in built_in_transports(options.device or "cpu")]
         columns, notes = [], []
         for uri in options.transports or built_in:
             print(f"{uri} ...", file=sys.stderr, flush=True)

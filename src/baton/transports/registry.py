@@ -9,37 +9,49 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 import msgspec
 
 from baton.errors import ConfigError
 from baton.transports.base import Transport
+from baton.transports.options import FileOptions, MooncakeOptions, NixlOptions
 from baton.wire import Integrity
 
 NewTransport = Callable[[dict[str, str]], Transport]
-OptionsT = TypeVar("OptionsT")
+OptionsT = TypeVar("OptionsT", bound=msgspec.Struct)
 _GROUP = "baton.transports"
 _NAME = re.compile(r"[a-z][a-z0-9_+.-]*")
-# By scheme; each module has a factory `create`.
+
+
+class _BuiltIn(NamedTuple):
+    """`module` has a factory `create`. `opens`: kinds of devices whose memory it opens. `one_user`: only processes of
+    one user can open what it moves bytes through.
+    """
+
+    module: str
+    options: type[msgspec.Struct] | None = None
+    opens: tuple[str, ...] = ("cpu",)
+    one_user: bool = False
+
+
 _BUILT_IN = {
-    "local": "mapped.local",
-    "shm": "mapped.shm",
-    "cuda_ipc": "mapped.cuda_ipc",
-    "nixl": "remote.nixl",
-    "mooncake": "remote.mooncake",
-    "file": "remote.file",
+    "local": _BuiltIn("mapped.local", one_user=True),
+    "shm": _BuiltIn("mapped.shm", one_user=True),
+    "cuda_ipc": _BuiltIn("mapped.cuda_ipc", opens=("cuda",), one_user=True),
+    "nixl": _BuiltIn("remote.nixl", NixlOptions, opens=("cpu", "cuda")),
+    "mooncake": _BuiltIn("remote.mooncake", MooncakeOptions),
+    "file": _BuiltIn("remote.file", FileOptions),
 }
-# For memory of a CUDA device, and for host memory.
-_OF_DEVICES = ("cuda_ipc", "nixl")
-_OF_HOSTS = ("local", "shm", "nixl", "mooncake", "file")
-# They move bytes through memory that only processes of one user can open.
-_OF_ONE_USER = ("local", "shm", "cuda_ipc")
 
 
 def read_options(scheme: str, query: dict[str, str], kind: type[OptionsT]) -> OptionsT:
     """Raises `ConfigError`."""
+    known = [field.name for field in msgspec.structs.fields(kind)]
+    for name in query:
+        if name not in known:
+            raise ConfigError("transport", f"{scheme} has no option {name!r}; known: {', '.join(known)}")
     try:
         return msgspec.convert(query, kind, strict=False)
     except msgspec.ValidationError as error:
@@ -48,7 +60,7 @@ def read_options(scheme: str, query: dict[str, str], kind: type[OptionsT]) -> Op
 
 def refuse_options(scheme: str, query: dict[str, str]) -> None:
     if query:
-        raise ConfigError("transport", f"{scheme} has no option {sorted(query)[0]!r}")
+        raise ConfigError("transport", f"{scheme} has no option {sorted(query)[0]!r}, nor any other")
 
 
 def parse_uri(text: str) -> tuple[str, dict[str, str]]:
@@ -102,18 +114,26 @@ def require_keys(uri: str, has_keys: bool, field: str) -> None:
     Raises `ConfigError` for `field`, and as `parse_uri`.
     """
     scheme = parse_uri(uri)[0].rpartition("+")[2]
-    if not has_keys and scheme not in _OF_ONE_USER:
+    if not has_keys and not _is_of_one_user(scheme):
         raise ConfigError(field, f"{scheme} needs --keys DIR (see `baton keys`): others could read and write KV")
 
 
+def built_in_transports(device: str) -> list[str]:
+    """Those that open memory of `device`: cpu, cuda or cuda:N."""
+    return [scheme for scheme, one in _BUILT_IN.items() if device.partition(":")[0] in one.opens]
+
+
 def check_device(uri: str, device: str, field: str) -> None:
-    """Refuse a built-in transport that does not open memory of `device`: cpu, cuda or cuda:N.
+    """Refuse a built-in transport that does not open memory of `device`, and bad options.
 
     Raises `ConfigError` for `field`, and as `parse_uri`.
     """
-    name = parse_uri(uri)[0]
+    name, query = parse_uri(uri)
     scheme = name.rpartition("+")[2]
-    fits = _OF_HOSTS if device == "cpu" else _OF_DEVICES
+    if name in _BUILT_IN:
+        options = _BUILT_IN[name].options
+        refuse_options(name, query) if options is None else read_options(name, query, options)
+    fits = built_in_transports(device)
     if device != "cpu" and name != scheme:
         raise ConfigError(field, f"{name} does not open memory of {device}; these do: {', '.join(fits)}")
     if scheme in _BUILT_IN and scheme not in fits:
@@ -125,7 +145,7 @@ def default_integrity(uri: str) -> Integrity:
 
     Raises as `parse_uri`.
     """
-    return "off" if parse_uri(uri)[0].rpartition("+")[2] in _OF_ONE_USER else "sampled"
+    return "off" if _is_of_one_user(parse_uri(uri)[0].rpartition("+")[2]) else "sampled"
 
 
 def create_transport(uri: str) -> Transport:
@@ -141,8 +161,12 @@ def create_transport(uri: str) -> Transport:
     return FaultyTransport(factory(rest), fault)
 
 
+def _is_of_one_user(scheme: str) -> bool:
+    return scheme in _BUILT_IN and _BUILT_IN[scheme].one_user
+
+
 def _factories() -> dict[str, EntryPoint]:
     built_in = {
-        scheme: EntryPoint(scheme, f"{__package__}.{module}:create", _GROUP) for scheme, module in _BUILT_IN.items()
+        scheme: EntryPoint(scheme, f"{__package__}.{one.module}:create", _GROUP) for scheme, one in _BUILT_IN.items()
     }
     return {point.name: point for point in entry_points(group=_GROUP)} | built_in

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from baton.drafters.methods import DRAFTERS
+from baton.drafters.methods import DRAFTERS, WITHOUT_MODEL
 from baton.engine.config.values import refuse_unknown
 from baton.errors import ConfigError
 from baton.setting import json_object
@@ -12,8 +12,6 @@ Verifier = Literal["coupled", "rejection"]
 DraftKV = Literal["require", "prefer", "drop"]
 AUTO = "auto"
 MOST_AUTO_DRAFTS = 8
-# Methods without weights, or with the target's.
-_WITHOUT_MODEL = ("ngram", "mtp")
 # Fields for a single method.
 _OPTIONS = {"ngram": ("prompt_lookup_min", "prompt_lookup_max")}
 
@@ -43,7 +41,7 @@ class SpeculativeConfig:
         if data is None:
             return None
         refuse_unknown("speculative_config", data, {f.name for f in fields(cls)})
-        without = data.get("method") in _WITHOUT_MODEL
+        without = data.get("method") in WITHOUT_MODEL
         if isinstance(data.get("method"), str) and data["method"] not in DRAFTERS:
             known = ", ".join(DRAFTERS)
             raise ConfigError("speculative_config.method", f"must be one of {known}, got {data['method']!r}")

@@ -1,9 +1,6 @@
 """`file://`: engines that share a directory, and neither memory nor a fast network: docs/transports.md says how bytes
 move.
 
-Options: `path` (default ~/.cache/baton/kv), `max_bytes` (of all entries, default 8 GiB), `host` (numeric address where
-peers reach the lifeline; default 127.0.0.1).
-
 A read that waits for its answer ends when its peer is given up, since only the answer would make this process copy.
 
 Fence: the peer is gone, and the workers have served its requests.
@@ -21,11 +18,12 @@ import numpy as np
 
 from baton.errors import BatonError, ProtocolError, TransportError
 from baton.kv.geometry import CopyList
-from baton.kvstore.store import FileStore, StoreOptions
+from baton.kvstore.store import FileStore
 from baton.kvstore.threads import started_executor
 from baton.transports.base import ByteArray, Direction
 from baton.transports.batches import BATCH_BYTES, Runs
 from baton.transports.copying import copy_runs
+from baton.transports.options import FileOptions, StoreOptions
 from baton.transports.registry import parse_uri, read_options
 from baton.transports.remote.library import BatchFailedError, Library, RemotePeer
 from baton.transports.remote.lifeline import Lifeline, Line
@@ -33,10 +31,6 @@ from baton.transports.remote.remote_transport import RemoteTransport
 
 _WORKERS = 16  # a shared file system is slow, but serves several requests at a time
 _TENSOR = "bytes"
-
-
-class FileOptions(StoreOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    host: str = "127.0.0.1"
 
 
 class _Ask(msgspec.Struct, frozen=True, tag="ask", array_like=True, forbid_unknown_fields=True):

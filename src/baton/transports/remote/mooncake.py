@@ -1,7 +1,6 @@
 """`mooncake://`: engines of a cluster, over Mooncake's Transfer Engine. See docs/transports.md.
 
-`host`: the numeric address where peers reach this machine. `protocol` `rdma`: no test runs it, for lack of a network
-card. `device`: RDMA devices, comma-separated; default all.
+No test runs `protocol` `rdma`, for lack of a network card.
 
 Mooncake's call for a batch blocks, and returns -1 for a refusal, a broken connection and a time-out alike, while other
 parts may still be moving. So a failed batch cuts the peer off.
@@ -17,14 +16,13 @@ import ipaddress
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Literal
-
-import msgspec
+from typing import Any
 
 from baton.errors import ConfigError, ProtocolError, TransportError
 from baton.kvstore.threads import started_executor
 from baton.transports.base import ByteArray, Direction
 from baton.transports.batches import Runs
+from baton.transports.options import MooncakeOptions
 from baton.transports.registry import read_options
 from baton.transports.remote.library import Library, RemotePeer
 from baton.transports.remote.lifeline import Lifeline
@@ -33,12 +31,6 @@ from baton.transports.remote.tcp_buffers import held_bytes
 
 _ROUND_BYTES = 64 << 10  # the loop reads at most this much of a socket per round
 _MAX_PEERS = 64  # batches at a time, one per peer
-
-
-class MooncakeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    host: str = "127.0.0.1"
-    protocol: Literal["tcp", "rdma"] = "tcp"
-    device: str = ""
 
 
 class MooncakeLibrary(Library):

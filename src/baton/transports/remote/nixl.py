@@ -1,7 +1,6 @@
 """`nixl://`: engines of a cluster, over NIXL and UCX.
 
-`host`: the numeric address where peers reach the lifeline. NIXL's progress thread is off: it burns a core, and hides
-how much it has received.
+NIXL's progress thread is off: it burns a core, and hides how much it has received.
 
 Memory of a CUDA device ("VRAM") needs a UCX built with CUDA; NIXL then starts anew on a thread that has the device's
 context.
@@ -18,12 +17,12 @@ import os
 import secrets
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from baton.errors import ConfigError, ProtocolError, TransportError
 from baton.transports.base import ByteArray, DeviceMemory, Direction
 from baton.transports.batches import Runs
+from baton.transports.options import NixlOptions
 from baton.transports.registry import read_options
 from baton.transports.remote.library import Library, RemotePeer
 from baton.transports.remote.lifeline import Lifeline
@@ -34,11 +33,6 @@ _SEGMENT_BYTES = 8 << 10  # received from each socket in a round of progress
 _MARGIN = 2  # segments may be shorter
 _CLOSE_ROUNDS = 64
 _TURN_ROUNDS = 16
-
-
-class NixlOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    host: str = "127.0.0.1"
-    backend: str = "UCX"
 
 
 class NixlLibrary(Library):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import mmap
 import threading
 import time
@@ -29,6 +28,7 @@ from baton.transports.base import (
     source_and_dest,
 )
 from baton.transports.batches import Job, make_job
+from baton.transports.options import check_host
 from baton.transports.process import Contact, ProcessWatch, check_contact
 from baton.transports.remote.driver import CALL_TIMEOUT_S, Driver
 from baton.transports.remote.library import Library, RemotePeer
@@ -58,11 +58,9 @@ class RemoteTransport:
         """`host`: the numeric address of the lifeline. Raises `ConfigError` for another address, and as
         `Library.start`."""
         try:
-            address = ipaddress.ip_address(host)
+            check_host(host)
         except ValueError as error:
-            raise ConfigError("transport", f"{library.scheme}: host is a numeric address, got {host!r}") from error
-        if address.is_unspecified:
-            raise ConfigError("transport", f"{library.scheme}: host is an address that peers can reach, got {host!r}")
+            raise ConfigError("transport", f"{library.scheme}: {error}") from error
         self.scheme = library.scheme
         self._library = library
         self._lock = threading.Lock()
