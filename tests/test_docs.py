@@ -14,8 +14,14 @@ import pytest
 import typer
 
 import baton.cli
+from baton.router.config.policy_config import PolicyConfig
+from baton.router.config.router_settings import RoutingSettings
+from baton.router.policies import POLICIES
+from baton.router.routes import WHYS
+from baton.setting import declared_settings
 from baton.testing.transport_suite import check_names
 from simulation.mutations import MUTATIONS
+from simulation.settings import FAULTS
 from tests.router.test_spans import DOCUMENTED as DOCUMENTED_SPANS
 from tests.test_structure import COMMON, ROOMS, room_of
 
@@ -73,6 +79,26 @@ def test_modules_that_are_run_exist(text: str) -> None:
         else:
             assert spec.origin is not None
             assert "__main__" in Path(spec.origin).read_text(), f"{name} does nothing when it is run"
+
+
+def test_the_flags_of_modules_exist(text: str) -> None:
+    for line in code(text).splitlines():
+        for name, rest in re.findall(r"\b(?:python3?|\.venv/bin/python) -m ([\w.]+)([^#)]*)", line):
+            given = set(re.findall(r"(?<!\S)--[a-z][a-z-]*", rest))
+            if not given or name in ("pip", "pytest", "venv"):
+                continue
+            spec = importlib.util.find_spec(name)
+            assert spec is not None
+            assert spec.origin is not None
+            file = Path(spec.origin)
+            files = file.parent.rglob("*.py") if spec.submodule_search_locations is not None else [file]
+            source = "\n".join(path.read_text() for path in files)
+            missing = {flag for flag in given if not re.search(rf"[\"']{flag}[\"']|\b{snake(flag)}: Annotated", source)}
+            assert missing == set(), name
+
+
+def snake(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
 
 
 def commands(text: str) -> Iterator[list[str]]:
@@ -172,6 +198,57 @@ def test_the_checks_and_mutations_of_the_tables_are_all() -> None:
     assert sorted(table) == sorted(MUTATIONS)
     page = (ROOT / "docs/transports.md").read_text()
     assert re.findall(r"^\| `(\w+)` \| [^|]+ \|$", page, re.MULTILINE)[-len(check_names()) :] == check_names()
+
+
+def first_cells(page: str, section: str) -> list[str]:
+    """The code in the first column of a section's tables."""
+    rows = (ROOT / page).read_text().split(section)[1].split("\n#")[0].splitlines()
+    return [name for row in rows if row.startswith("| `") for name in SPAN.findall(row.split("|")[1])]
+
+
+def test_the_tables_of_the_router_are_complete() -> None:
+    named = set(first_cells("docs/router.md", "## How engines are chosen"))
+    assert named == {*POLICIES, *PolicyConfig.__struct_fields__} - {"tenants"}
+    assert set(first_cells("docs/router.md", "## Where a request runs")) == set(WHYS)
+    assert all(name in declared_settings(RoutingSettings)["policy"].setting.help for name in POLICIES)
+
+
+def test_the_tables_of_the_simulator_are_complete() -> None:
+    source = "\n".join(path.read_text() for path in ROOT.glob("simulation/**/*.py"))
+    broken = set(re.findall(r"(?:\.fail|Violation)\(\s*\"([a-z_]+)\"", source))
+    named = set(first_cells("docs/simulation.md", "## Invariants"))
+    assert broken <= named
+    assert [name for name in named if f'"{name}"' not in source] == []
+    assert set(first_cells("docs/simulation.md", "## Faults")) == set(FAULTS)
+
+
+def test_the_table_of_the_doctor_has_all_findings() -> None:
+    source = "\n".join(path.read_text() for path in ROOT.glob("src/baton/doctor/*.py"))
+    page = (ROOT / "docs/operations.md").read_text().split("| it looks at | findings |")[1].split("\n\n")[0]
+    found = set(re.findall(r"(?:Finding|Problem)\(\s*\"([a-z_]+)\"", source)) - {"version"}
+    assert found <= set(SPAN.findall(page))
+
+
+def test_the_lines_of_plug_ins_are_about_as_stated() -> None:
+    page = (ROOT / "docs/sglang.md").read_text().split("## What an engine costs\n")[1].split("\n## ")[0]
+    stated = [int(number.replace(",", "")) for number in re.findall(r"\b\d[\d,]{2,}\b", page)]
+    router = ("router/clients/sglang_client.py", "router/connectors/sglang.py")
+    places = [("sglang",), ("vllm",), router, ("plugin_base",), ("handoff", "transports", "kv")]
+    counted = [sum(num_lines(ROOT / "src/baton" / name) for name in names) for names in places]
+    assert stated == pytest.approx(counted, rel=0.05)
+
+
+def num_lines(path: Path) -> int:
+    return sum(len(file.read_text().splitlines()) for file in ([path] if path.is_file() else path.rglob("*.py")))
+
+
+def test_each_alarm_of_the_table_is_a_rule() -> None:
+    page = (ROOT / "docs/operations.md").read_text().split("| alarm on | because |")[1].split("\n\n")[0]
+    rules = (ROOT / "examples/observability/alerts.yaml").read_text()
+    asked = {name.removesuffix("_total") for name in re.findall(r"baton:\w+", rules)}
+    rows = [set(re.findall(r"`(baton:\w+)", row.split("|")[1])) for row in page.splitlines() if row.startswith("| `")]
+    assert len(rows) > 10
+    assert set().union(*rows) == asked
 
 
 def test_the_rooms_of_the_picture_are_those_that_imports_keep_to() -> None:

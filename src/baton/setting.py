@@ -15,6 +15,7 @@ from baton.errors import ConfigError
 
 # Timers cannot wait for infinity.
 MAX_SECONDS = 1e6
+_SHOWN_CHARACTERS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +97,13 @@ def json_object(name: str, value: str | dict[str, Any] | None) -> dict[str, Any]
     if value is None:
         return None
     if isinstance(value, str):
+        text = value
         try:
-            value = json.loads(value, object_pairs_hook=once)
+            value = json.loads(text, object_pairs_hook=once)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(name, f"is not JSON: {error}") from None
+            raise ConfigError(name, f"is not JSON: {error}: {text[:_SHOWN_CHARACTERS]!r}") from None
     if not isinstance(value, dict):
-        raise ConfigError(name, "must be a JSON object")
+        raise ConfigError(name, f"must be a JSON object, got {str(value)[:_SHOWN_CHARACTERS]}")
     return value
 
 

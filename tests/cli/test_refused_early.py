@@ -20,10 +20,11 @@ from baton.cli.roles import RoleOptions
 from baton.cli.serve import FleetOptions
 from baton.engine.config import EngineConfig
 from baton.engine.config.kv_transfer import KVTransferConfig
-from baton.engine.memory.sizes import check_sizes
+from baton.engine.memory.sizes import check_sizes, need_driver
 from baton.engine.ports import check_ports
 from baton.errors import ConfigError
 from baton.handoff.session.config import own_bind
+from baton.handoff.session.keys import make_keys
 from testkit.servers.fake_serving import write_tokenizer
 from tests.cli.logging_state import restored
 
@@ -75,6 +76,17 @@ def directory(tmp_path: Path) -> Path:
         (["--kv-events-config", '{"hwm": 1, "hwm": 2}'], "kv_events_config: has hwm twice"),
         (["--kv-transfer-config", '{"prefix_store": "file://x"}'], "prefix_store: must be file:///DIRECTORY, got '"),
         (["--override-generation-config", '{"max_new_tokens": 0}'], "config: max_new_tokens must be between 1 and"),
+        (["--override-generation-config", "[]"], "override_generation_config: must be a JSON object, got []"),
+        (["--served-model-name", ""], "served_model_name: must be a name, got ''"),
+        (["--attention-backend", "none"], "attention_backend: 'none' is unknown, expected one of paged_cpu, "),
+        (["--attention-backend", "triton"], "attention_backend: triton runs on cuda only"),
+        (["--max-num-batched-tokens", "99999999999"], "max_num_batched_tokens: must be 1 to 16777216, got 99999999999"),
+        (["--max-prefill-tokens-with-decodes", "2049"], "must be at most max_num_batched_tokens, got 2049"),
+        (["--kv-cache-memory", "1G", "--gpu-memory-utilization", "0.5"], "must be left out with kv_cache_memory"),
+        (["--kv-events-config", '{"endpoint": "tcp://*:1"}'], "kv_events_config: has no enable_kv_cache_events"),
+        (["--ssl-cert-reqs", "2"], "ssl_cert_reqs: needs ssl_certfile, got 2"),
+        (["--allowed-origins", '["https://x/a"]'], "allowed_origins: must be like https://HOST or https://HOST:PORT, "),
+        (["--api-key", "k", "--api-key", "k"], "api_key: has one key twice"),
     ],
 )
 def test_one_line_before_anything_is_loaded(
@@ -91,12 +103,168 @@ def test_one_line_before_anything_is_loaded(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (["--prefill", "1024"], "prefill: 1024, with decode 1, makes 1025 engines; at most 1024"),
+        (["--decode-data-parallel-size", "65"], "decode_data_parallel_size: must be 1 to 64, got 65"),
+        (["--decode-pipeline-parallel-size", "9"], "decode_pipeline_parallel_size: must be 1 to 8, got 9"),
+        (
+            ["--prefill-tensor-parallel-size", "3", "--decode-tensor-parallel-size", "3"],
+            "prefill_tensor_parallel_size: must be one of 1, 2, 4, 8, got 3",
+        ),
+        (["--prefill-block-size", "0"], "prefill_block_size: must be 1 to 1024, got 0"),
+        (["-tp", "2", "--prefill-data-parallel-size", "2"], "prefill_data_parallel_size: must be 1 with other"),
+        (
+            ["--decode-tensor-parallel-size", "2", "--batch-invariant", "--kv-transport", "file"],
+            "kv_transport: must be shm with several",
+        ),
+        (["--kv-transport", "shm://?x=1"], "kv_transport: shm has no option 'x'"),
+        (["--kv-transport", "nixl://?hst=1"], "nixl has no option 'hst'; known: host, backend"),
+        (["--kv-transport", "nixl://?host=localhost"], "nixl: host is a numeric address, got 'localhost'"),
+        (["--kv-transport", "file:///x?max_bytes=0"], "kv_transport: file: max_bytes is at least 1, got 0"),
+        (["--token-api"], "token_api: must be left out with role prefill"),
+        (["--no-enable-prefix-caching", "--policy-config", '{"hand_back": true}'], "policy_config: hand_back needs"),
+    ],
+)
+def test_what_up_would_give_its_engines(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    assert message in refused(["up", str(directory), "--port", "0", *flags], monkeypatch, capsys)
+
+
+def test_what_an_engine_would_miss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["up", str(tmp_path), "--port", "0"])
+    assert ended.value.code == 2
+    assert f"model: {tmp_path} has no config.json [checkpoint]" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="device: cuda:1 needs NVIDIA's driver: libnowhere"):
+        need_driver("cuda:1", "libnowhere.so")
+
+
+def test_a_port_of_the_router_is_not_an_engine_s(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    line = refused(["up", str(directory), "--port", port, "--engine-port-base", port], monkeypatch, capsys)
+    assert f"engine_port_base: {port} gives an engine the router's port {port}" in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--engine-id", ""], "engine_id: must be 1-64 of "),
+        (["--tool-call-parser", "hermes"], "tool_call_parser: is not for role prefill"),
+        (["--ticket-key-file", "KEY", "--token-api"], "token_api: must be left out with role prefill"),
+        (["--ticket-key-file", "/dev/null"], "ticket_key_file: /dev/null "),
+        (["--keys", "KEYS", "--engine-id", "q"], "keys: cannot read "),
+    ],
+)
+def test_an_engine_of_one_role(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    make_keys(directory / "keys", ["p"])
+    places = {"KEYS": str(directory / "keys"), "KEY": str(directory / "keys/ticket.key")}
+    given = [places.get(word, word) for word in flags]
+    assert message in refused(
+        ["serve", str(directory), "--port", "0", "--role", "prefill", *given], monkeypatch, capsys
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prefill", "x"], "prefill: 'x' is not a base URL such as "),
+        (["--prefill", "http://h:1", "--decode", "http://h:1/"], "decode: http://h:1/ is given twice"),
+        (["--both", "http://h:1", "--policy-config", '{"turn_ratio": 0.5}'], "turn_ratio must be at least 1, got 0.5"),
+        (["--both", "http://h:1", "--policy-config", '{"overload_num_waiting": 0}'], "must be at least 1, got 0"),
+        (["--engine", "sglang", "--both", "http://h:1", "--policy-config", '{"hand_back": true}'], "is not for sglang"),
+        (["--engine", "vllm", "--both", "http://h:1", "--near-tie", "inf"], "near_tie: must be 0.0 to 100.0, got inf"),
+        (
+            ["--engine", "vllm", "--both", "http://h:1", "--seed-first-token", "--near-tie", "0.2"],
+            "near_tie: is not for",
+        ),
+        (
+            ["--engine", "vllm", "--both", "http://h:1", "--kv-connector", "NixlConnector"],
+            "ticket_key_file: is not for",
+        ),
+    ],
+)
+def test_settings_of_a_router_that_contradict_each_other(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    key = ["--ticket-key-file", str(directory / "key")]
+    assert message in refused(["router", "--port", "0", *key, *flags], monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["MODEL", "--block-size", "0"], "block_size: must be 1 to 1024, got 0"),
+        (["MODEL", "--decode-pipeline-parallel-size", "9"], "decode_pipeline_parallel_size: must be 1 to 8, got 9"),
+        (["MODEL", "--modes", "single", "--prefill", "3"], "prefill: is of a deployment that verify starts, "),
+        (["MODEL", "--candidate", "http://h:1", "--kv-transport", "file"], "kv_transport: is of a deployment that"),
+        (["--reference", "http://h:1", "--candidate", "http://h:2", "--dtype", "auto"], "dtype: is of an engine that"),
+        (["MODEL", "--token-range", "1-5"], "token_range: is of random prompts, without a model, got '1-5'"),
+        (["MODEL", "--modes", "single", "--concurrency", "2"], "concurrency: is of servers, got 2"),
+        (["MODEL", "--modes", "push,push"], "modes: has one mode twice: 'push,push'"),
+        (["MODEL", "--lengths", ""], "lengths: must be like 1-96 or 1,5,9, got ''"),
+        (["MODEL", "--kv-cache-memory", "900G"], "kv_cache_memory: of 2 engines is "),
+        (["MODEL", "--near-tie", "0.1", "--temperature", "1"], "near_tie: is for greedy requests"),
+    ],
+)
+def test_verify_has_no_setting_that_it_ignores(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    given = [str(directory) if word == "MODEL" else word for word in flags]
+    assert message in refused(["verify", *given], monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["keys", "--output", "keys", "--engines", ","], "engines: has no name: [',']"),
+        (["bench", "serve", "--prefix-repetition-num-prefixes", "3"], "is of --dataset-name prefix_repetition, got 3"),
+        (
+            ["bench", "serve", "--dataset-name", "prefix_repetition", "--random-input-len", "3"],
+            "is of --dataset-name r",
+        ),
+        (["bench", "serve", "--temperature", "-1"], "temperature must be between 0 and 100, got -1.0"),
+        (["bench", "serve", "--save-result", "--result-dir", "/dev/null/x"], "result_dir: cannot write /dev/null/x/"),
+        (["bench", "transport", "--output-json", "/dev/null/x"], "output_json: cannot write /dev/null/x: "),
+        (["bench", "handoff", "--output-json", "/proc"], "output_json: /proc is a directory"),
+    ],
+)
+def test_other_commands(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "end"),
+    [
+        (["--prefill", "-1"], "or equal to 1, got '-1' [config]"),
+        (["--port=70000"], "or equal to 65535, got '70000' [config]"),
+        (["--log-level", "loud"], "'debug', 'info', 'warning', 'error'. [config]"),
+    ],
+)
+def test_a_usage_error_has_the_value(capsys: pytest.CaptureFixture[str], flags: list[str], end: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["up", "m", *flags])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.rstrip().endswith(end)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
         (["--policy", "nosuch"], "policy: must be one of cache_aware, "),
         (["--decode-policy", "nosuch"], "decode_policy: must be one of cache_aware, "),
         (["--policy-config", '{"hand_back": true, "hand_back": false}'], "policy_config: has hand_back twice"),
-        (["--policy-config", '{"overload_kv_usage": 90}'], "overload_kv_usage must be a share of the KV, 0 to 1"),
+        (["--policy-config", '{"overload_kv_usage": 90}'], "overload_kv_usage must be a share of the KV, above 0 and"),
         (["--trace", "/nowhere/trace.json"], "trace: cannot be written"),
         (["--otlp-traces-endpoint", "localhost:4318"], "otlp_traces_endpoint: must be like http://"),
+        (["--trace-sampling-ratio", "0.5"], "trace_sampling_ratio: needs otlp_traces_endpoint or trace, got 0.5"),
     ],
 )
 @pytest.mark.parametrize("command", [["up", "MODEL"], ["router", "--both", "http://127.0.0.1:1", "--workers", "2"]])

@@ -290,7 +290,6 @@ def test_settings_without_a_fact_change_none(base: EngineConfig, known: dict[str
         integrity="full",
         kv_stream="off",
         queue_timeout_s=5.0,
-        token_api=True,
         max_queued_requests=7,
         stall_timeout_s=7.0,
     )

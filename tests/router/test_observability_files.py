@@ -25,6 +25,7 @@ async def test_every_metric_of_the_queries_exists(directory: Path) -> None:
     engine = EngineMetrics()
     engine.load = load_of(0)
     engine.verified(3, 1)
+    engine.recoveries["retry"], engine.refused_tickets = 1, 0
     rows = {(name, kind) for name, kind, *_ in with_vllm_names(engine.collect_rows(), "model")}
     shown = {f"{name}_total" if kind == "counter" else name for name, kind in rows}
     shown |= {f"{name}_{part}" for name, kind in rows if kind == "histogram" for part in ("bucket", "sum", "count")}

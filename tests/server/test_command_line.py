@@ -16,7 +16,7 @@ CASES = [
     (["serve", "MODEL", "--port", "PORT"], "port: PORT on 127.0.0.1 is already in use"),
     (["up", "MODEL", "--port", "PORT"], "port: PORT on 127.0.0.1 is already in use"),
     (["serve", "TMP/none", "--port", "0"], "model: must be a directory"),
-    (["serve", "TMP", "--port", "0"], "tokenizer.json: no such file"),
+    (["serve", "TMP", "--port", "0"], "model: TMP has no config.json"),
     (["serve", "MODEL", "--port", "0", "--role", "prefill"], "ticket_key_file: is required"),
     (
         ["serve", "MODEL", "--port", "0", "--speculative-config", "{"],
@@ -187,7 +187,7 @@ def test_a_directory_without_a_checkpoint_ends_with_the_status_that_errors_md_na
     with pytest.raises(SystemExit) as ended:
         cli.main(["serve", str(tmp_path), "--port", "0"])
     assert ended.value.code == 2
-    assert "tokenizer.json: no such file [checkpoint]" in capsys.readouterr().err
+    assert f"model: {tmp_path} has no config.json [checkpoint]" in capsys.readouterr().err
 
 
 def test_underscores_are_dashes_in_flags_alone() -> None:

@@ -100,7 +100,18 @@ def _print_error(text: str, code: str) -> None:
         print(f"error: {text} [{code}]", file=sys.stderr, flush=True)
 
 
-def _print_usage_error(error: Any) -> None:
+def _given_value(error: Any, text: str, arguments: Sequence[str]) -> str:
+    names = error.param.opts if isinstance(error, typer.BadParameter) and error.param is not None else ()
+    values = [
+        value if equals else next(iter(arguments[index + 1 :]), "")
+        for index, argument in enumerate(arguments)
+        for name, equals, value in [argument.partition("=")]
+        if name in names
+    ]
+    return f", got {values[-1]!r}" if values and repr(values[-1]) not in text else ""
+
+
+def _print_usage_error(error: Any, arguments: Sequence[str]) -> None:
     """As click does, with a code. JSON logs have no usage text."""
     text = error.format_message()
     if error.ctx is None or text == error.ctx.get_help():  # a command without arguments
@@ -108,7 +119,7 @@ def _print_usage_error(error: Any) -> None:
         return
     if not is_logging():
         print(f"{error.ctx.get_usage()}\nTry '{error.ctx.command_path} --help' for help.\n", file=sys.stderr)
-    _print_error(text, CODE_BY_ERROR[ConfigError])
+    _print_error(text + _given_value(error, text, arguments), CODE_BY_ERROR[ConfigError])
 
 
 def _open_standard_streams() -> None:
@@ -141,7 +152,7 @@ def main(given: Sequence[str] | None = None) -> None:
         status = app(arguments, standalone_mode=False)
         raise SystemExit(status if isinstance(status, int) else 0)
     except _UsageError as error:
-        _print_usage_error(error)
+        _print_usage_error(error, arguments)
         raise SystemExit(error.exit_code) from None
     except BatonError as error:
         _print_error(str(error), code_of(error))

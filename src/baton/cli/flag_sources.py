@@ -126,7 +126,7 @@ def _as_flags(context: typer.Context, settings: Mapping[str, Any], source: str) 
         try:  # click's own error would blame a flag that nobody gave
             parameter.process_value(context, flags[name])
         except typer.BadParameter as error:
-            raise ConfigError(name, f"{where}: {error.message}") from None
+            raise ConfigError(name, f"{where}: {error.message}, got {flags[name]!r}") from None
         except ConfigError as error:
             field = error.field if error.field.partition(".")[0] == name else name
             raise ConfigError(field, f"{where}: {error.message}") from None

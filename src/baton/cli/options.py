@@ -8,6 +8,7 @@ import functools
 import inspect
 import json
 import os
+import re
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +35,17 @@ from baton.wire import Role
 if TYPE_CHECKING:
     from baton.router.config.router_config import RouterConfig
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
+# Not for engines of one role. With defaults.
+_FOR_CLIENTS = {
+    "chat_template": None,
+    "chat_template_content_format": "auto",
+    "enable_auto_tool_choice": False,
+    "tool_call_parser": None,
+    "reasoning_parser": None,
+    "enable_per_request_metrics": False,
+    "per_request_spec_decode_metrics": "none",
+}
 ModelArgument = Annotated[
     str, typer.Argument(help="Checkpoint directory in Hugging Face format, or ORG/NAME on the hub.")
 ]
@@ -165,10 +177,9 @@ class ListenOptions:
         return [bind(self.host, port, shared=True) for _ in range(num)]
 
     def check_role(self, role: Role) -> None:
-        """Raises `ConfigError` for a chat template of an engine whose prompts come from a router."""
-        for name, default in (("chat_template", None), ("chat_template_content_format", "auto")):
+        for name, default in _FOR_CLIENTS.items():
             if getattr(self, name) != default and role != "both":
-                raise ConfigError(name, f"is not for role {role}: the router makes prompts of chats")
+                raise ConfigError(name, f"is not for role {role}: the router makes prompts and answers")
 
     def template(self) -> dict[str, Any]:
         """As fields of `RouterConfig`. Raises the errors of `read_template_option`."""
@@ -200,6 +211,9 @@ class ListenOptions:
             origins = msgspec.json.decode(self.allowed_origins or "[]", type=tuple[str, ...])
         except msgspec.DecodeError as error:
             raise ConfigError("allowed_origins", f"must be a JSON list of origins: {error}") from None
+        for origin in origins:
+            if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
+                raise ConfigError("allowed_origins", f"must be like https://HOST or https://HOST:PORT, got {origin!r}")
         files = self.ssl_keyfile, self.ssl_certfile, self.ssl_ca_certs
         access = Access(self.api_keys(), origins, *files, self.ssl_cert_reqs)
         # Fail before anything slow is loaded.

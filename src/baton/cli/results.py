@@ -22,10 +22,19 @@ def show_table(rows: Sequence[dict[str, Any]]) -> None:
         print(" ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)))
 
 
-def write_json(path: str, what: Any) -> None:
+def make_place(path: str | Path, field: str) -> None:
     """Creates its directories. Raises `ConfigError`."""
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(field, f"cannot write {path}: {error.strerror}") from None
+    if Path(path).is_dir():
+        raise ConfigError(field, f"{path} is a directory")
+
+
+def write_json(path: str, what: Any) -> None:
+    """Raises `ConfigError`."""
+    try:
         Path(path).write_text(json.dumps(what))
     except OSError as error:
         raise ConfigError("output_json", f"cannot write {path}: {error.strerror}") from None

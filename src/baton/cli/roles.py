@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Annotated, TypeVar
+import dataclasses
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from baton.cli.logs import logger
-from baton.engine.config import RANKS, StepSettings, block_sizes
+from baton.engine.config import EngineConfig, StepSettings
 from baton.errors import ConfigError
+from baton.wire import Role
 
 BlockSize = Annotated[
     str | None, typer.Option(help="Tokens per KV page on engines of that role [default: --block-size].")
@@ -17,13 +19,13 @@ BlockSize = Annotated[
 TensorRanks = Annotated[
     int | None, typer.Option(help="Tensor ranks of engines of that role [default: --tensor-parallel-size].")
 ]
-Stages = Annotated[
-    int | None, typer.Option(min=1, help="Stages of engines of that role [default: --pipeline-parallel-size].")
-]
+Stages = Annotated[int | None, typer.Option(help="Stages of engines of that role [default: --pipeline-parallel-size].")]
 DataRankCount = Annotated[
-    int | None,
-    typer.Option(min=1, help="Data-parallel ranks of engines of that role [default: --data-parallel-size]."),
+    int | None, typer.Option(help="Data-parallel ranks of engines of that role [default: --data-parallel-size].")
 ]
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+_MADE = "(made for the engines)"
+_NAMES = ("block_size", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 Options = TypeVar("Options", bound=StepSettings)
 
 
@@ -39,21 +41,24 @@ class RoleOptions:
     decode_data_parallel_size: DataRankCount = None
 
     def flags(self) -> dict[str, list[str]]:
-        """Flags by role. Raises `ConfigError`."""
+        """By role."""
         flags: dict[str, list[str]] = {}
-        for role in ("prefill", "decode"):
-            size, ranks = getattr(self, f"{role}_block_size"), getattr(self, f"{role}_tensor_parallel_size")
-            own = flags.setdefault(role, [])
-            if size is not None:
-                block_sizes(size, f"{role}_block_size")
-                own += ["--block-size", size]
-            if (stages := getattr(self, f"{role}_pipeline_parallel_size")) is not None:
-                own += ["--pipeline-parallel-size", str(stages)]
-            if ranks is not None:
-                if ranks not in RANKS:
-                    raise ConfigError(f"{role}_tensor_parallel_size", f"must be one of {RANKS}, got {ranks}")
-                own += ["--tensor-parallel-size", str(ranks)]
+        for role in ROLES:
+            own = {name: value for name, value in self._of(role).items() if name != "data_parallel_size"}
+            flags[role] = [word for name, value in own.items() for word in (f"--{name.replace('_', '-')}", str(value))]
         return flags
+
+    def check(self, config: EngineConfig) -> None:
+        """Raises `ConfigError` naming the role's option."""
+        for role in ROLES:
+            try:
+                dataclasses.replace(config, role=role, keys=_MADE, ticket_key_file=_MADE, **self._of(role)).check()
+            except ConfigError as error:
+                raise self.named(role, error) from None
+
+    def _of(self, role: str) -> dict[str, Any]:
+        given = {name: getattr(self, f"{role}_{name}") for name in _NAMES}
+        return {name: value for name, value in given.items() if value is not None}
 
     def named(self, role: str, error: ConfigError) -> ConfigError:
         """An engine's error, named after the role's own option if that was given."""
@@ -78,4 +83,4 @@ class RoleOptions:
         most = max(size for size in sizes if size is not None)
         if not batch_invariant or options.reduction_slices is not None or most == 1:
             return options
-        return replace(options, reduction_slices=most)
+        return dataclasses.replace(options, reduction_slices=most)

@@ -75,7 +75,7 @@ def router_command(options: FrontOptions, listen: ListenOptions, process: Proces
         key = load_or_create_key(key_file) if key_file else None
         more = {**listen.answers(), **urls, **options.sources()}
         config = router_config(options, admin, listen.host, ticket_key=key, **more)
-        from baton.router.app import check_config
+        from baton.router.config.checks import check_config
 
         check_config(config)
         listeners = listen.bind_shared(options.workers)

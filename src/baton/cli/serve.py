@@ -33,10 +33,12 @@ from baton.cli.roles import RoleOptions
 from baton.cli.router import serve_router
 from baton.cli.supervision import DEFAULT_MAX_RESTARTS, Supervisor
 from baton.deployment import Deployment, Reporter
-from baton.engine.config import EngineConfig, SpeculativeConfig
+from baton.engine.config import MAX_ENGINES, EngineConfig, SpeculativeConfig
 from baton.engine.memory.sizes import check_sizes
 from baton.engine.ports import check_ports
-from baton.errors import ConfigError, EngineUnavailableError
+from baton.errors import CheckpointError, ConfigError, EngineUnavailableError
+from baton.handoff.protocol.ticket import load_or_create_key
+from baton.handoff.session.keys import KeyRing
 from baton.imports import check_kernel_cache, without_gc
 from baton.router.config.router_settings import RoutingSettings
 from baton.text import Tokenizer
@@ -71,8 +73,9 @@ def serve_command(
             return _serve_ranks(options, listen, process, model, role, engine_id, reporter)
         listener = listen.bind()
         with contextlib.closing(listener):
-            name = engine_id or f"{role}-{listener.getsockname()[1]}"
+            name = f"{role}-{listener.getsockname()[1]}" if engine_id is None else engine_id
             config = options.to_config(model, role, name, process)
+            check_files(config)
             _check(config)
             tokenizer = Tokenizer.load(config.model, **template)
             reporter.progress("loading libraries")
@@ -105,6 +108,16 @@ def serve_command(
             reporter.signalled()
 
 
+def check_files(config: EngineConfig) -> None:
+    """Raises `ConfigError`, `CheckpointError`."""
+    if not (Path(config.model) / "config.json").exists():
+        raise CheckpointError(f"model: {config.model} has no config.json")
+    if config.keys is not None:
+        KeyRing(config.keys, config.engine_id)
+    if config.ticket_key_path is not None:
+        load_or_create_key(config.ticket_key_path)
+
+
 def _serve_ranks(
     options: EngineOptions,
     listen: ListenOptions,
@@ -119,9 +132,10 @@ def _serve_ranks(
     log_to_stderr(listen.log_level, listen.log_format)
     # Checked here too, for one error line instead of one per rank.
     size = options.data_parallel_size
-    check_sizes(options.to_config(model, role, engine_id or role, process), size)
+    check_sizes(options.to_config(model, role, role if engine_id is None else engine_id, process), size)
     ports = free_ports(listen.host, listen.port, size)
-    ranks = DataRanks(size, engine_id or f"{role}-{ports[0]}", ports, options.engines_per_host or 1)
+    name = f"{role}-{ports[0]}" if engine_id is None else engine_id
+    ranks = DataRanks(size, name, ports, options.engines_per_host or 1)
     with contextlib.closing(ranks), ranks.forwarding_signals():
         urls, kv = ranks.await_ready(reporter)
         reporter.ready(urls[0], kv, urls)
@@ -148,9 +162,28 @@ class FleetOptions:
         int, typer.Option(min=0, help="How often in succession an engine is started again that has ended by itself.")
     ] = DEFAULT_MAX_RESTARTS
 
+    def num_engines(self, ranks: Mapping[str, int], router_port: int) -> int:
+        """Raises `ConfigError`."""
+        num, base = self.prefill * ranks["prefill"] + self.decode * ranks["decode"], self.engine_port_base
+        if num > MAX_ENGINES:
+            what = f"{self.prefill}, with decode {self.decode}, makes {num} engines; at most {MAX_ENGINES}"
+            raise ConfigError("prefill" if self.prefill >= self.decode else "decode", what)
+        if base and base <= router_port < base + num:
+            raise ConfigError("engine_port_base", f"{base} gives an engine the router's port {router_port}")
+        return num
+
     def named(self, error: ConfigError) -> ConfigError:
         chosen = error.field == "port" and self.engine_port_base
         return ConfigError("engine_port_base", error.message) if chosen else error
+
+
+def _check_fleet(config: EngineConfig, routing: RoutingSettings, roles: RoleOptions, num_engines: int) -> None:
+    """For one error line instead of one per engine. Raises `ConfigError`."""
+    if routing.policy_config.hand_back and not config.enable_prefix_caching:
+        raise ConfigError("policy_config", "hand_back needs prefix caching, which is off")
+    check_files(config)
+    _check(config, num_engines)
+    roles.check(config)
 
 
 @with_options
@@ -165,18 +198,17 @@ def up_command(
     model: ModelArgument,
 ) -> None:
     """A whole P/D deployment on this host: engines as child processes, the router here."""
-    from baton.handoff.protocol.ticket import load_or_create_key
-    from baton.router.app import check_routing
+    from baton.router.config.checks import check_routing
     from baton.server.run import ending_on_sigterm
 
-    began, role_flags = time.monotonic(), roles.flags()
+    began = time.monotonic()
     own = {"recovery": options.recovery, "max_queued_requests": options.max_queued_requests, **listen.answers()}
     listener = listen.bind()
     with contextlib.closing(listener), ending_on_sigterm():
         options = roles.alike(options, options.batch_invariant)
         config = options.to_config(model)
         ranks = roles.data_ranks(options)
-        _check(config, fleet.prefill * ranks["prefill"] + fleet.decode * ranks["decode"])
+        _check_fleet(config, routing, roles, fleet.num_engines(ranks, listener.getsockname()[1]))
         router = router_config(routing, admin, listen.host, tokenizer=config.model, **own)
         check_routing(router)
         log_lines(f"starting {fleet.prefill} prefill and {fleet.decode} decode engines of {model}")
@@ -186,7 +218,7 @@ def up_command(
             fleet.prefill,
             fleet.decode,
             engine_flags=to_flags(options.located(config)),
-            role_flags=role_flags,
+            role_flags=roles.flags(),
             kv_transport=config.kv_transfer_config.kv_transport,
             router=False,
             on_progress=log_lines,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import sys
@@ -16,8 +17,9 @@ import typer
 from baton.cli.options import to_flags, with_options
 from baton.cli.roles import RoleOptions
 from baton.deployment import Deployment, check_shared_transport
-from baton.engine.config import StepSettings, declared_settings
+from baton.engine.config import EngineConfig, KVTransferConfig, StepSettings, declared_settings
 from baton.engine.loading.hub import checkpoint_directory
+from baton.engine.memory.sizes import check_sizes
 from baton.errors import ConfigError
 from baton.sampling_params import MAX_LOGPROBS, SamplingParams
 from baton.setting import MAX_SECONDS
@@ -29,6 +31,13 @@ from baton.verify.report import format_reports, report_json
 from baton.verify.sides import Answers, DeploymentSide, EngineSide, ServerSide
 from baton.wire import Recovery
 
+_OF_DEPLOYMENT = (
+    "kv_cache_memory",
+    "integrity",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+)
 _Engines = Annotated[int, typer.Option(min=1, help="Engines of that role in the deployment.")]
 
 
@@ -115,7 +124,7 @@ class ComparisonOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class DeploymentOptions:
+class DeploymentOptions(RoleOptions):
     prefill: _Engines = 1
     decode: _Engines = 1
     kv_transport: Annotated[str, typer.Option(help="Of the deployment: shm, nixl, mooncake, file or a URI.")] = "shm"
@@ -154,13 +163,13 @@ class _Candidate:
 
 @with_options
 def verify_command(
+    context: typer.Context,
     comparison: ComparisonOptions,
     servers: ServerOptions,
     prompts: PromptOptions,
     sampling: SamplingOptions,
     engine: StepSettings,
     started: DeploymentOptions,
-    roles: RoleOptions,
     model: Annotated[
         str | None, typer.Argument(help="Checkpoint of what verify starts: a directory, or ORG/NAME on the hub.")
     ] = None,
@@ -170,9 +179,9 @@ def verify_command(
     Each is what verify starts from MODEL, or any OpenAI-compatible server.
     """
     check_shared_transport(started.kv_transport)
-    role_flags = roles.flags()
-    engine = roles.alike(engine, started.batch_invariant)
+    engine = started.alike(engine, started.batch_invariant)
     chosen = parse_modes(comparison.modes, servers.candidate is not None)
+    _check_started(context, servers, engine, started, chosen, model)
     want, have = servers.side("reference"), servers.side("candidate")
     if model is None and (want is None or have is None):
         raise ConfigError("model", "is required, except with both --reference and --candidate")
@@ -187,11 +196,11 @@ def verify_command(
         started.prefill,
         started.decode,
         (*to_flags(engine), "--batch-invariant" if started.batch_invariant else "--no-batch-invariant"),
-        role_flags,
+        started.flags(),
         started.kv_transport,
         started.recovery,
         servers.concurrency,
-        roles.data_ranks(engine),
+        started.data_ranks(engine),
         hands_back=prompts.turns > 1,
     )
     if prompts.turns > 1 and prompts.chat is not None:
@@ -209,16 +218,45 @@ def verify_command(
             raise typer.Exit(1)
 
 
+def _check_started(
+    context: typer.Context,
+    servers: ServerOptions,
+    engine: StepSettings,
+    started: DeploymentOptions,
+    modes: Sequence[str],
+    model: str | None,
+) -> None:
+    """Raises `ConfigError`, also for what would be ignored."""
+    deploys = servers.candidate is None and not {"push", "pull"}.isdisjoint(modes)
+    starts = servers.reference is None or servers.candidate is None
+    of_deployment = {f.name for f in dataclasses.fields(DeploymentOptions)}
+    of_deployment = (of_deployment - {"batch_invariant"}) | {*_OF_DEPLOYMENT, "kv_stream"}
+    of_engines = {*declared_settings(StepSettings), "batch_invariant"}
+    for names, used, what in (
+        (of_deployment, deploys, "a deployment that verify starts, in mode push or pull"),
+        (of_engines, starts, "an engine that verify starts"),
+        ({"token_range"}, model is None, "random prompts, without a model"),
+        ({"concurrency"}, deploys or servers.reference or servers.candidate, "servers"),
+    ):
+        for name in sorted(names if not used else ()):
+            given = context.get_parameter_source(name)
+            if given is not None and given.name != "DEFAULT":
+                raise ConfigError(name, f"is of {what}, got {context.params[name]!r}")
+    config = EngineConfig(
+        model=model or "",
+        batch_invariant=started.batch_invariant,
+        kv_transfer_config=KVTransferConfig(kv_transport=started.kv_transport),
+        **{name: getattr(engine, name) for name in declared_settings(StepSettings)},
+    ).check()
+    if deploys:
+        started.check(config)
+    check_sizes(config, started.prefill + started.decode if deploys else 1)
+
+
 def _reference_settings(engine: StepSettings, model: str | None, batch_invariant: bool) -> dict[str, Any]:
     """Settings of an engine with one rank and the default memory, without handoffs."""
     settings = {name: getattr(engine, name) for name in declared_settings(StepSettings)}
-    for name in (
-        "kv_cache_memory",
-        "integrity",
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "data_parallel_size",
-    ):
+    for name in _OF_DEPLOYMENT:
         del settings[name]
     return {**settings, "model": model, "batch_invariant": batch_invariant}
 

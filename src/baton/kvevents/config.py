@@ -27,8 +27,11 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @classmethod
     def parse(cls, value: str | dict[str, Any] | None) -> KVEventsConfig:
         """Raises `ConfigError`."""
+        given = json_object("kv_events_config", value) or {}
+        if given and "enable_kv_cache_events" not in given:
+            raise ConfigError("kv_events_config", f"has no enable_kv_cache_events: {', '.join(given)} would do nothing")
         try:
-            config = msgspec.convert(json_object("kv_events_config", value) or {}, cls)
+            config = msgspec.convert(given, cls)
         except msgspec.ValidationError as error:
             raise ConfigError("kv_events_config", str(error)) from None
         for name in ("endpoint", "replay_endpoint"):

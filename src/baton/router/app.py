@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import random
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from typing import TypeVar
 
 import aiohttp
@@ -15,7 +15,7 @@ from aiohttp import web
 from prometheus_client.core import Metric
 
 from baton.error_help import CODE_BY_ERROR
-from baton.errors import REASONS, ConfigError, EngineUnavailableError, RequestError, reason_label
+from baton.errors import REASONS, EngineUnavailableError, RequestError, reason_label
 from baton.observe.tracing.tracer import Tracer, make_tracer
 from baton.openai import FrontMetrics, OpenAIService
 from baton.openai.api_routes import add_health, add_openai_routes
@@ -23,13 +23,12 @@ from baton.openai.http.app import BODIES, json_response, new_app
 from baton.openai.http.metrics import Row, RowCollector, counter, gauge
 from baton.openai.records import throughput_reports
 from baton.router.admin import Admin
-from baton.router.clients.address import checked_url
 from baton.router.clients.engine_client import new_session
+from baton.router.config.checks import new_connector
 from baton.router.config.router_config import RouterConfig
-from baton.router.connectors import create_connector
-from baton.router.connectors.base import Connector, ConnectorConfig
+from baton.router.connectors.base import Connector
 from baton.router.dashboard_routes import add_dashboard
-from baton.router.discovery import Discovery, Service, read_services
+from baton.router.discovery import Discovery, read_services
 from baton.router.hand_back import HandBacks
 from baton.router.index.readers import EventReaders, read_sources
 from baton.router.observer import RequestObserver
@@ -65,24 +64,6 @@ class _NoParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True): ..
 T = TypeVar("T", _NewEngine, _Known, _NoParameters)
 
 
-def check_routing(config: RouterConfig) -> None:
-    """Raises the `ConfigError` of `build_app` for `RoutingSettings`."""
-    create_policies(config.policy, config.prefill_policy, config.decode_policy, config.policy_config)
-    tracer = make_tracer(config.otlp_traces_endpoint, config.trace, config.trace_sampling_ratio)
-    if tracer is not None:
-        tracer.close()
-
-
-def check_config(config: RouterConfig) -> None:
-    """Raises the errors of `build_app` that depend on no engine."""
-    _connector(config, read_services(config.discover))
-    for name in ("kv_event_source", "kv_event_replay_source"):
-        read_sources(getattr(config, name), name)
-    for url in (*config.prefill, *config.decode, *config.both):
-        checked_url(url)
-    check_routing(config)
-
-
 async def build_app(config: RouterConfig) -> web.Application:
     """Engines that do not answer yet are asked again later.
 
@@ -90,7 +71,7 @@ async def build_app(config: RouterConfig) -> web.Application:
     models.
     """
     services = read_services(config.discover)
-    connector = _connector(config, services)
+    connector = new_connector(config, services)
     number = None if config.worker is None else config.worker.number
     tracer = make_tracer(config.otlp_traces_endpoint, config.trace, config.trace_sampling_ratio, number)
     policies = create_policies(
@@ -158,22 +139,6 @@ def _new_pool(
     veto = policy.is_overload if policy.has_veto else None
     loads = None if config.worker is None else config.worker.loads
     return EnginePool(session, connector.client, config.tokenizer, config.timers, load, veto, readers, loads)
-
-
-def _connector(config: RouterConfig, services: Sequence[Service]) -> Connector:
-    named = config.kv_connector or "BatonConnector"
-    settings = ConnectorConfig(config.ticket_key, config.seed_first_token, config.ticket_life)
-    connector = create_connector(named if config.engine == "vllm" else config.engine, settings)
-    pairs = config.prefill or config.decode or any(service.role != "both" for service in services)
-    if connector.needs_ticket_key and config.ticket_key is None and pairs:
-        raise ConfigError("ticket_key_file", "is required with prefill and decode engines")
-    for name in ("kv_mode", "allow_mode_override"):
-        if getattr(config, name) and not connector.has_modes:
-            raise ConfigError(name, f"{named} has one mode")
-    if not (pairs or config.both or services) and config.admin_token is None:
-        why = "without engines, and without an admin token by which one could join, a router serves nobody"
-        raise ConfigError("admin_token_file", f"is needed, or --prefill and --decode, or --both: {why}")
-    return connector
 
 
 async def _add_engines(pool: EnginePool, config: RouterConfig, siblings: Siblings | None) -> None:

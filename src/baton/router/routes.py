@@ -176,7 +176,7 @@ class Routes:
         least = min(
             needs.uncached(engine) - needs.handed_back(engine, config) + engine.all_queued_tokens for engine in prefill
         )
-        limit = min(config.max_turn_prefill_length, int(least / max(config.turn_ratio, 1.0)))
+        limit = min(config.max_turn_prefill_length, int(least / config.turn_ratio))
         return limit if limit < len(needs.prompt.tokens) else 0
 
     def _charged(self, route: Route, back: HandBack | None, prompt: PromptBlocks) -> Route:

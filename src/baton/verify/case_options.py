@@ -49,6 +49,7 @@ class Bounds:
 
         Raises `ConfigError`.
         """
+        given_near_tie = near_tie is not None
         if near_tie is None:
             near_tie = DEFAULT_NEAR_TIE if servers else 0.0
         if logprob_tolerance is None and not servers:
@@ -62,6 +63,8 @@ class Bounds:
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ConfigError(name, f"must be at least 0, got {value}")
         if temperature > 0:
+            if near_tie and given_near_tie:
+                raise ConfigError("near_tie", f"is for greedy requests, and temperature is {temperature}")
             near_tie = 0.0  # logprobs do not include the noise of sampling
         return cls(near_tie, logprob_tolerance, acceptance_tolerance, acceptance_required, servers)
 
@@ -104,6 +107,8 @@ def parse_modes(text: str | None, served: bool = False) -> list[str]:
     for mode in modes:
         if mode not in known:
             raise ConfigError("modes", f"must be of {', '.join(known)}, got {mode!r}")
+    if len(set(modes)) < len(modes):
+        raise ConfigError("modes", f"has one mode twice: {text!r}")
     return modes
 
 
@@ -134,7 +139,7 @@ def choose_cases(
             assert server is not None
             return _cases(server.read_prompts(prompts, add_special_tokens), params)
         return _cases(asyncio.run(read_prompts(prompts, _encoder(model), add_special_tokens)), params)
-    wanted = parse_lengths(lengths or DEFAULT_LENGTHS)
+    wanted = parse_lengths(DEFAULT_LENGTHS if lengths is None else lengths)
     if model is not None:
         return make_cases(Tokenizer.load(model), wanted, params)
     return _cases(random_prompts(wanted, ids_of, params.seed or 0), params)

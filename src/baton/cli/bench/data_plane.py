@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from baton.cli.results import JsonFlag, OutputJson, parse_list, show_table, write_json
+from baton.cli.results import JsonFlag, OutputJson, make_place, parse_list, show_table, write_json
 from baton.engine.config import parse_size
 from baton.errors import ConfigError
 
@@ -57,6 +57,8 @@ def handoff_command(
     from baton.deployment import check_shared_transport
 
     check_shared_transport(options.kv_transport)
+    if output_json is not None:
+        make_place(output_json, "output_json")
     if not 0.0 < options.prefill_rate < float("inf"):
         raise ConfigError("prefill_rate", f"must be above 0 and finite, got {options.prefill_rate}")
     modelled = ModelledKV(
@@ -97,6 +99,8 @@ def transport_command(
     from baton.bench.transport import ALL, measure_copies, measure_planning, runnable_transports
     from baton.deployment import check_shared_transport
 
+    if output_json is not None:
+        make_place(output_json, "output_json")
     sizes, runs = (_sizes(text, name) for text, name in ((size, "size"), (run_size, "run_size")))
     uris = ALL if kv_transport == "all" else [uri.strip() for uri in kv_transport.split(",")]
     for uri in uris:

@@ -17,8 +17,9 @@ import typer
 
 from baton.bench.load_generators import LoadTool, tool_command
 from baton.cli.bench.load_options import DatasetOptions, ReportOptions, TargetOptions, TrafficOptions
-from baton.cli.results import JsonFlag, show_table
+from baton.cli.results import JsonFlag, make_place, show_table
 from baton.errors import ConfigError, EngineUnavailableError
+from baton.sampling_params import SamplingParams
 
 # Per request, only for --save-detailed.
 _DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
@@ -47,7 +48,7 @@ def load_command(
     from baton.bench.load_figures import parse_goodput, parse_metrics, parse_percentiles
     from baton.bench.picture import check_picture, draw_sweep
 
-    rates = _check(traffic, report)
+    rates = _check(dataset, traffic, report)
     reported = ReportedFigures(
         parse_metrics(report.percentile_metrics),
         parse_percentiles(report.metric_percentiles),
@@ -175,7 +176,15 @@ def _local(root: str | None) -> str:
     return root
 
 
-def _check(traffic: TrafficOptions, report: ReportOptions) -> list[TrafficOptions]:
+def _check(dataset: DatasetOptions, traffic: TrafficOptions, report: ReportOptions) -> list[TrafficOptions]:
+    for one in fields(dataset):
+        kind = next((kind for kind in ("random", "prefix_repetition") if one.name.startswith(f"{kind}_")), None)
+        if kind not in (None, dataset.dataset_name) and getattr(dataset, one.name) != one.default:
+            raise ConfigError(one.name, f"is of --dataset-name {kind}, got {getattr(dataset, one.name)}")
+    if traffic.temperature is not None:
+        SamplingParams(temperature=traffic.temperature).check()
+    if report.save_result:
+        make_place(Path(report.result_dir or ".") / (report.result_filename or "result.json"), "result_dir")
     for name in ("request_rate", "burstiness"):
         if not getattr(traffic, name) > 0.0:
             raise ConfigError(name, f"must be above 0, got {getattr(traffic, name)}")
@@ -218,7 +227,6 @@ def _columns(result: dict[str, Any]) -> list[str]:
 
 def _write(path: Path, result: dict[str, Any]) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result))
     except OSError as error:
         raise ConfigError("result_dir", f"cannot write {path}: {error.strerror}") from None

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
-
-from baton.engine.attention.base import AttentionBackend
 from baton.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from baton.engine.attention.base import AttentionBackend
 
 
 def _paged_cpu() -> AttentionBackend:
@@ -33,11 +36,11 @@ BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"paged_cpu": _paged_cpu, 
 _DEVICES = {"paged_cpu": "cpu", "triton": "cuda"}
 
 
-def get_backend(name: str | None, device: torch.device | str) -> AttentionBackend:
+def backend_name(name: str | None, device: torch.device | str) -> str:
     """None and `auto` pick `paged_cpu` on a CPU, `triton` on CUDA if it is installed, else `sdpa`. Raises
     `ConfigError`.
     """
-    kind = torch.device(device).type
+    kind = str(device).partition(":")[0]
     if name is None or name == "auto":
         on_cuda = "triton" if importlib.util.find_spec("triton") else "sdpa"
         name = "paged_cpu" if kind == "cpu" else on_cuda
@@ -45,4 +48,8 @@ def get_backend(name: str | None, device: torch.device | str) -> AttentionBacken
         raise ConfigError("attention_backend", f"{name!r} is unknown, expected one of {', '.join(BACKENDS)}")
     if kind != _DEVICES.get(name, kind):
         raise ConfigError("attention_backend", f"{name} runs on {_DEVICES[name]} only, the device is {kind}")
-    return BACKENDS[name]()
+    return name
+
+
+def get_backend(name: str | None, device: torch.device | str) -> AttentionBackend:
+    return BACKENDS[backend_name(name, device)]()

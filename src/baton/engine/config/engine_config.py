@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
+from baton.engine.attention.registry import backend_name
 from baton.engine.config.settings import RANKS, ServingSettings
 from baton.engine.config.values import block_sizes
 from baton.engine.loading.generation_config import GENERATION_FIELDS, sampling_defaults
@@ -41,6 +42,7 @@ class EngineConfig(ServingSettings):
     def check(self) -> EngineConfig:
         check_settings(self)
         block_sizes(self.block_size)
+        backend_name(self.attention_backend, self.device)
         for name in self.override_generation_config or {}:
             if name not in GENERATION_FIELDS:
                 what = f"is unknown; known: {', '.join(GENERATION_FIELDS)}"
@@ -54,6 +56,12 @@ class EngineConfig(ServingSettings):
         spec = self.speculative_config
         if spec is not None and spec.num_speculative_tokens == 0 and self.role != "prefill":
             raise ConfigError("speculative_config.num_speculative_tokens", "may be 0 with role prefill alone")
+        both = self.kv_cache_memory is not None and self.gpu_memory_utilization is not None
+        self._need(not both, "gpu_memory_utilization", "left out with kv_cache_memory")
+        prompts = self.max_prefill_tokens_with_decodes or 0
+        bounded = prompts <= self.max_num_batched_tokens
+        self._need(bounded, "max_prefill_tokens_with_decodes", "at most max_num_batched_tokens")
+        self._need(self.role == "both" or not self.token_api, "token_api", f"left out with role {self.role}")
         self._need(self.quantization is None or self.device == "cpu", "quantization", "left out unless device is cpu")
         rows = 1 + self.num_drafts
         enough = self.max_num_batched_tokens >= rows
@@ -85,6 +93,11 @@ class EngineConfig(ServingSettings):
         require_keys(transfer.kv_transport, guarded, "kv_transfer_config.kv_transport")
         if self.ticket_key_path is not None:
             check_device(transfer.kv_transport, self.device, "kv_transfer_config.kv_transport")
+        if self.ticket_key_path is not None and self.num_ranks > 1:
+            shared = parse_uri(transfer.kv_transport)[0].rpartition("+")[2] == "shm"
+            what = f"must be shm with several ranks, which share their pages, got {transfer.kv_transport!r}"
+            if not shared:
+                raise ConfigError("kv_transfer_config.kv_transport", what)
         store = transfer.prefix_store
         if store is not None and not _is_store(store):
             raise ConfigError("kv_transfer_config.prefix_store", f"must be file:///DIRECTORY, got {store!r}")

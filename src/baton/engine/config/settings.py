@@ -24,8 +24,10 @@ DTYPES = ("auto", "float32", "float", "bfloat16", "float16", "half")
 QUANTIZATIONS = ("int8",)
 RANKS = (1, 2, 4, 8)
 MAX_DATA_RANKS = 64
+MAX_ENGINES = 1024
 # Annotations are evaluated outside this module, so their lambdas cannot name its constants.
 _SEEDS = Rule("between 0 and 2**64 - 1", lambda value: 0 <= value <= MAX_WORD)
+_NAMED = Rule("a name", bool)
 _SECONDS_OR_NO_LIMIT = Rule("seconds, or 0 for no limit", lambda value: 0 <= value <= MAX_SECONDS)
 
 
@@ -50,7 +52,7 @@ class StepSettings:
     block_size: Annotated[
         int | str, Setting("Tokens per KV page; of groups that differ: 16,draft=8,mla=32.", parse=str, metavar="<str>")
     ] = 16
-    max_num_batched_tokens: Annotated[int, Setting("Token budget of one step.")] = 2048
+    max_num_batched_tokens: Annotated[int, Setting("Token budget of one step.", rule=in_range(1, MAX_TOKENS))] = 2048
     max_prefill_tokens_with_decodes: Annotated[
         int | None,
         Setting(
@@ -113,7 +115,7 @@ class ServingSettings(StepSettings):
     """
 
     revision: Annotated[str | None, Setting("Branch, tag or commit of the model on the hub.")] = None
-    served_model_name: Annotated[str | None, Setting("Name in the API; default: the directory's.")] = None
+    served_model_name: Annotated[str | None, Setting("Name in the API; default: the directory's.", rule=_NAMED)] = None
     kv_transfer_config: Annotated[
         KVTransferConfig,
         Setting('JSON: {"kv_transport": "shm", ...}.', parse=KVTransferConfig.parse, metavar="<str>"),
@@ -136,7 +138,8 @@ class ServingSettings(StepSettings):
     engines_per_host: Annotated[
         int | None,
         Setting(
-            "Engines that have this part in equal shares; default: 1, or as many as up starts.", rule=in_range(1, 1024)
+            "Engines that have this part in equal shares; default: 1, or as many as up starts.",
+            rule=in_range(1, MAX_ENGINES),
         ),
     ] = None
     seed: Annotated[

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 from collections.abc import Iterator
@@ -18,11 +19,13 @@ from baton.transports.registry import parse_uri
 
 
 def check_sizes(config: EngineConfig, num_engines: int = 1) -> None:
-    """Raise `ConfigError` if the context is longer than the checkpoint's with any rope scaling, or if the KV of
-    `num_engines` engines exceeds this host's memory."""
+    """Raise `ConfigError` without a driver, if the context is longer than the checkpoint's with any rope scaling, or if
+    the KV of `num_engines` engines exceeds this host's memory."""
     longest = _longest_context(Path(config.model) / "config.json")
     if config.max_model_len is not None and longest is not None and config.max_model_len > longest:
         raise ConfigError("max_model_len", f"must be at most the checkpoint's {longest}, got {config.max_model_len}")
+    if config.device != "cpu":
+        need_driver(config.device)
     if config.kv_cache_memory is None or config.device != "cpu":
         return
     wanted, where = config.kv_cache_memory * num_engines * config.num_ranks, "the memory of this host has"
@@ -34,6 +37,13 @@ def check_sizes(config: EngineConfig, num_engines: int = 1) -> None:
     if wanted > has:
         many = f"of {num_engines} engines is" if num_engines > 1 else "is"
         raise ConfigError("kv_cache_memory", f"{many} {wanted} bytes in all, and {where} {has}")
+
+
+def need_driver(device: str, library: str = "libcuda.so.1") -> None:
+    try:
+        ctypes.CDLL(library)
+    except OSError as error:
+        raise ConfigError("device", f"{device} needs NVIDIA's driver: {error}") from None
 
 
 def _longest_context(path: Path) -> int | None:

@@ -35,9 +35,9 @@ class Access:
     def tls(self) -> ssl.SSLContext | None:
         """None for plain HTTP. Raises `ConfigError`."""
         if self.ssl_certfile is None:
-            for field in ("ssl_keyfile", "ssl_ca_certs"):
-                if getattr(self, field) is not None:
-                    raise ConfigError(field, "needs ssl_certfile")
+            for field in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"):
+                if getattr(self, field):
+                    raise ConfigError(field, f"needs ssl_certfile, got {getattr(self, field)!r}")
             return None
         if self.ssl_cert_reqs != ssl.CERT_NONE and self.ssl_ca_certs is None:
             raise ConfigError("ssl_cert_reqs", "needs ssl_ca_certs")
@@ -96,6 +96,8 @@ class ApiKeys:
     def __init__(self, keys: Sequence[str] = ()) -> None:
         if not all(key.strip() for key in keys):
             raise ConfigError("api_key", "must not be empty")
+        if len(set(keys)) < len(keys):
+            raise ConfigError("api_key", "has one key twice")
         self._digests = [_digest(key) for key in keys]
 
     def check(self, request: web.Request) -> None:

@@ -34,12 +34,13 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def check(self) -> None:
         for name, tenant in self.tenants.items():
             tenant.check(name)
+        least = {"turn_ratio": 1.0, "overload_num_waiting": 1.0}
         for name in self.__struct_fields__:
-            value = getattr(self, name)
-            if name != "tenants" and value is not None and not 0.0 <= value < float("inf"):
-                raise ConfigError("policy_config", f"{name} must be at least 0, got {value}")
-        if self.overload_kv_usage is not None and self.overload_kv_usage > 1.0:
-            what = f"overload_kv_usage must be a share of the KV, 0 to 1, got {self.overload_kv_usage}"
+            value, bound = getattr(self, name), least.get(name, 0.0)
+            if name != "tenants" and value is not None and not bound <= value < float("inf"):
+                raise ConfigError("policy_config", f"{name} must be at least {bound:g}, got {value}")
+        if self.overload_kv_usage is not None and not 0.0 < self.overload_kv_usage <= 1.0:
+            what = f"overload_kv_usage must be a share of the KV, above 0 and at most 1, got {self.overload_kv_usage}"
             raise ConfigError("policy_config", what)
 
     @property

@@ -13,6 +13,7 @@ from baton.wire import Mode, Recovery
 
 EngineKind = Literal["baton", "vllm", "sglang"]
 MAX_WORKERS = 64
+MAX_NEAR_TIE = 100.0
 # Prefilling this many rows delays concurrent decodes less than a handoff would (docs/performance.md).
 MAX_LOCAL_PREFILL_LENGTH = 64
 
@@ -72,7 +73,10 @@ class RouterSettings(RoutingSettings):
     )
     near_tie: Annotated[
         float | None,
-        Setting("vLLM: nats by which two first tokens may be apart. Default: 0.1; 0 excuses none.", rule=at_least(0.0)),
+        Setting(
+            "vLLM: nats by which two first tokens may be apart. Default: 0.1; 0 excuses none.",
+            rule=in_range(0.0, MAX_NEAR_TIE),
+        ),
     ] = None
     ticket_life: Annotated[
         float,
