@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import NoReturn
@@ -101,24 +102,27 @@ def _group_memory(group: GroupSpec, pages: Allocate, device: torch.device) -> Gr
 def main(fd: int) -> NoReturn:
     """Errors are sent to rank 0 and end this process."""
     # Rank 0 may die while this process computes.
-    die_with_parent(signal.SIGKILL)
+    die_with_parent(signal.SIGKILL, fd)
     for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to all; rank 0 decides
         signal.signal(number, signal.SIG_IGN)
-    pipe = Connection(fd)
-    status = 0
+    status = run(Connection(fd), serve_orders)
+    # Library threads may still wait for other ranks, so a normal exit could hang.
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def run(pipe: Connection, serve: Callable[[Connection], None]) -> int:
     try:
-        serve_orders(pipe)
-    except EOFError:
+        serve(pipe)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # rank 0 has closed the pipe
     except Exception as error:
-        status = 1
         if not isinstance(error, BatonError):  # rank 0 reports a `BatonError` in one line
             log.exception("a rank fails")
         with contextlib.suppress(OSError):  # rank 0 may have died
             pipe.send_bytes(encode_message(Failed(f"{type(error).__name__}: {error}"[:1000])))
-    # Library threads may still wait for other ranks, so a normal exit could hang.
-    sys.stderr.flush()
-    os._exit(status)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
