@@ -45,7 +45,7 @@ def _taken(address: str) -> str | None:
             probe.connect(address.removeprefix(_PATH))
             return "another process does"
         return None
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as listener:
+    with zmq.Context() as context, context.socket(zmq.PULL) as listener:
         try:
             listener.bind(address)
         except zmq.ZMQError as error:
