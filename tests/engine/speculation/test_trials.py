@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from baton.engine.speculation.trials import TRY_AFTER, TRY_SELDOM, Trials
+from baton.engine.speculation import trials as module
+from baton.engine.speculation.trials import Trials
+
+# In periods of 8 steps.
+TRY_AFTER, TRY_SELDOM = module.TRY_AFTER // 8, module.TRY_SELDOM // 8
 
 
 def periods(trials: Trials, count: int, num_requests: int, paid: float, steps: int = 8) -> list[bool]:
@@ -30,12 +34,22 @@ def test_few_tokens_do_not_overrule_the_model() -> None:
 
 
 def test_the_slower_is_tried_less_often_the_longer_it_is() -> None:
-    tries = [2 + TRY_AFTER * (2**number - 1) for number in range(1, 5)]
-    tries += [tries[-1] + TRY_SELDOM, tries[-1] + 2 * TRY_SELDOM]
+    tries = [3 + TRY_AFTER]
+    for factor in (2, 4, 8):
+        tries.append(tries[-1] + 1 + factor * TRY_AFTER)
+    tries += [tries[-1] + 1 + TRY_SELDOM, tries[-1] + 2 + 2 * TRY_SELDOM]
     found = periods(Trials(), tries[-1], 16, paid=0.9)
     assert [number for number, drafts in enumerate(found, 1) if drafts] == [1, *tries]
     found = periods(Trials(), tries[-1], 16, paid=1.4)
     assert [number for number, drafts in enumerate(found, 1) if not drafts] == [2, *tries]
+
+
+def test_short_periods_are_no_reason_to_try() -> None:
+    """Each new request begins one; a try lasts until it has had some steps."""
+    trials = Trials()
+    periods(trials, 2, 16, paid=0.9)
+    assert not any(periods(trials, 8 * TRY_AFTER, 16, paid=0.9, steps=1))
+    assert periods(trials, 9, 16, paid=0.9, steps=1) == [True] * 8 + [False]
 
 
 def test_batches_of_each_size_are_compared_for_themselves() -> None:

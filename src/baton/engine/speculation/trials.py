@@ -1,6 +1,5 @@
-"""Whether drafts pay, by trial: tokens per second of steps with the chosen drafts against steps without any.
-
-Where drafts save little, the cost model's errors are larger.
+"""Whether drafts pay, by trial: tokens per second of steps with the chosen drafts against steps without any, since the
+cost model's errors may be larger.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ _KEEP = 0.9
 # The model's choice stays unless steps without drafts are faster by more than this over the square root of the
 # verifications: about 1.5 standard deviations of the tokens that a verification makes.
 _DOUBT = 0.75
-# Periods until the worse kind is tried again, twice as many each time.
-TRY_AFTER, TRY_SELDOM = 8, 64
+# Steps until the worse kind is tried again, doubled each time, and of a try: new requests make periods short.
+TRY_AFTER, TRY_SELDOM, _TRY_STEPS = 128, 1024, 8
 # Batches whose numbers of requests differ by less than this factor are compared.
 _LIKE = 1.3
 # Times the mean.
@@ -40,7 +39,7 @@ class _Comparison:
     def __init__(self) -> None:
         self.rates = {True: StepRate(), False: StepRate()}
         self._better: bool | None = None
-        self._wait = self._left = TRY_AFTER  # periods, and those before the next try
+        self._wait = self.left = TRY_AFTER  # steps, and those before the next try
 
     def next(self) -> bool:
         """Whether a new period drafts."""
@@ -49,12 +48,10 @@ class _Comparison:
             return not with_drafts
         better = with_drafts * (1.0 + _DOUBT / math.sqrt(self.rates[True].rows)) > without
         if better != self._better:
-            self._better, self._wait, self._left = better, TRY_AFTER, TRY_AFTER
-        self._left -= 1
-        if self._left:
-            return better
-        self._wait = self._left = min(2 * self._wait, TRY_SELDOM)
-        return not better
+            self._better, self._wait, self.left = better, TRY_AFTER, TRY_AFTER
+        elif self.left <= -_TRY_STEPS:
+            self._wait = self.left = min(2 * self._wait, TRY_SELDOM)
+        return better if self.left > 0 else not better
 
 
 class Trials:
@@ -83,8 +80,10 @@ class Trials:
         """A step. The first one after a change still verifies, or lacks, the last period's drafts."""
         if self._drafts is None:
             return
-        if not self._first and _size(num_requests) == self._size:
-            rate = self._comparisons[self._size].rates[self._drafts]
+        comparison, same_size = self._comparisons[self._size], _size(num_requests) == self._size
+        comparison.left -= same_size
+        if not self._first and same_size:
+            rate = comparison.rates[self._drafts]
             if rate.seconds:
                 seconds = min(seconds, _DISTURBED * num_requests * rate.seconds / rate.rows)
             rate.rows += num_requests
