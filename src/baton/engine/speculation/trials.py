@@ -15,7 +15,7 @@ _KEEP = 0.9
 _DOUBT = 0.75
 # Steps until the worse kind is tried again, doubled each time, and of a try: new requests make periods short.
 TRY_AFTER, TRY_SELDOM, _TRY_STEPS = 128, 1024, 8
-# Batches whose numbers of requests differ by less than this factor are compared.
+# Batches are compared whose sizes differ by less than this factor.
 _LIKE = 1.3
 # Times the mean.
 _DISTURBED = 3.0
