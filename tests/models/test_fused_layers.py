@@ -66,19 +66,30 @@ def rotary_of(kind: LayerKind) -> Rotary:
     return Rotary(ROPE, kind.rotary_dim or HEADS[2], 512, kind.dtype, torch.device("cpu"))
 
 
+def prepared(
+    kind: LayerKind, hidden: int, requests: list[tuple[int, int]]
+) -> tuple[list[DecoderLayer], FusedLayers, PagedRequests, Tensor, Rotary]:
+    """Also rows [T, hidden] of the requests."""
+    skip_unless_in_place(kind)
+    layers = make_layers(kind, hidden, HEADS, INNER, seed=3)
+    fused = FusedLayers.of(layers, [0] * len(layers))
+    assert fused is not None
+    cache = PagedRequests(kind, HEADS, requests, seed=5)
+    x = torch.randn(len(cache.positions), hidden, generator=torch.Generator().manual_seed(7)).bfloat16()
+    return layers, fused, cache, x, rotary_of(kind)
+
+
+def assert_same_kv(cache: PagedRequests, other: PagedRequests) -> None:
+    for mine, others in zip(cache.kv, other.kv, strict=True):
+        assert torch.equal(mine.view(torch.int16), others.view(torch.int16))
+
+
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
 def test_rows_and_pages_have_the_bits_of_layers_one_by_one(kind: str, batch: str, threads: int) -> None:
-    made = KINDS[kind]
-    skip_unless_in_place(made)
-    layers = make_layers(made, HIDDEN, HEADS, INNER, seed=3)
-    fused = FusedLayers.of(layers, [0] * len(layers))
-    assert fused is not None
-    cache = PagedRequests(made, HEADS, BATCHES[batch], seed=5)
+    layers, fused, cache, x, rotary = prepared(KINDS[kind], HIDDEN, BATCHES[batch])
     other = copy.deepcopy(cache)
-    x = torch.randn(len(cache.positions), HIDDEN, generator=torch.Generator().manual_seed(7)).bfloat16()
-    rotary = rotary_of(made)
     expected = one_by_one(layers, x, rotary.at(torch.from_numpy(cache.positions)), other)
     regions = fused.regions(len(x), cache)  # type: ignore[arg-type]
     assert regions is not None
@@ -87,23 +98,15 @@ def test_rows_and_pages_have_the_bits_of_layers_one_by_one(kind: str, batch: str
     assert torch.equal(out, expected[-1])
     assert torch.equal(kept[0], expected[0])
     assert torch.equal(kept[1], expected[1])
-    for mine, others in zip(cache.kv, other.kv, strict=True):
-        assert torch.equal(mine.view(torch.int16), others.view(torch.int16))
+    assert_same_kv(cache, other)
 
 
 @pytest.mark.parametrize("batch", LONG_BATCHES)
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
 def test_blocks_of_rows_have_the_bits_of_layers_one_by_one(kind: str, batch: str, threads: int) -> None:
-    made = KINDS[kind]
-    skip_unless_in_place(made)
-    layers = make_layers(made, WIDE, HEADS, INNER, seed=3)
-    fused = FusedLayers.of(layers, [0] * len(layers))
-    assert fused is not None
-    cache = PagedRequests(made, HEADS, LONG_BATCHES[batch], seed=5)
-    other, num_rows = copy.deepcopy(cache), len(cache.positions)
-    x = torch.randn(num_rows, WIDE, generator=torch.Generator().manual_seed(7)).bfloat16()
-    rotary = rotary_of(made)
+    layers, fused, cache, x, rotary = prepared(KINDS[kind], WIDE, LONG_BATCHES[batch])
+    other, num_rows = copy.deepcopy(cache), len(x)
     cos, sin = rotary.at(torch.from_numpy(cache.positions))
     expected = []
     for start in range(0, num_rows, MAX_ROWS):
@@ -121,8 +124,7 @@ def test_blocks_of_rows_have_the_bits_of_layers_one_by_one(kind: str, batch: str
     assert written == [True]
     assert torch.equal(out, torch.cat([seen[-1] for seen in expected]))
     assert torch.equal(kept[1], torch.cat([seen[1] for seen in expected]))
-    for mine, others in zip(cache.kv, other.kv, strict=True):
-        assert torch.equal(mine.view(torch.int16), others.view(torch.int16))
+    assert_same_kv(cache, other)
 
 
 def rows_of(cache: PagedRequests, rows: slice) -> PagedRequests:

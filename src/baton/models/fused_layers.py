@@ -111,10 +111,13 @@ class FusedLayers:
         """Replaces contiguous rows x [T, E] by the last layer's output. `kept`: tensors [T, E] that get the input of
         these layers. Raises `BatonError` for a bad slot.
         """
-        for start in range(0, len(x), MAX_ROWS):
-            rows = slice(start, start + MAX_ROWS)
-            block = regions.block(start, min(start + MAX_ROWS, len(x)))
-            self._run(x[rows], rotaries, block, {layer: tensor[rows] for layer, tensor in kept.items()})
+        if len(x) <= MAX_ROWS:
+            self._run(x, rotaries, regions, kept)
+        else:
+            for start in range(0, len(x), MAX_ROWS):
+                rows = slice(start, start + MAX_ROWS)
+                block = regions.block(start, min(start + MAX_ROWS, len(x)))
+                self._run(x[rows], rotaries, block, {layer: tensor[rows] for layer, tensor in kept.items()})
         regions.wrote()
 
     def _run(self, x: Tensor, rotaries: Sequence[Rotary], regions: KVRegions, kept: Mapping[int, Tensor]) -> None:

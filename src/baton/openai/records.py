@@ -100,7 +100,7 @@ class SequenceRecord:
         logger.info("%s", line_of(fields), extra={"fields": fields})
 
     def _observe(self, name: str, value: float) -> None:
-        self._of_model.histograms[name].observe(value)
+        self._of_model.observe(name, value)
 
 
 def log_refusal(method: str, endpoint: str, error: ApiError) -> None:

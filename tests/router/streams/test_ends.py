@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,6 +23,15 @@ def request_bytes(version: str = "1.1", more: str = "", **body: Any) -> bytes:
     data = json.dumps({**BODY, **body}).encode()
     head = f"POST /v1/completions HTTP/{version}\r\nHost: a\r\nContent-Type: application/json\r\n"
     return f"{head}{more}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+@contextlib.asynccontextmanager
+async def connected(directory: Path) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    async with Setup(directory, step_s=0.002).run() as (url, _), timeout(LIMIT_S):
+        parts = urlsplit(url)
+        reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+        yield reader, writer
+        writer.close()
 
 
 async def chunks_of(reader: asyncio.StreamReader) -> bytes:
@@ -47,10 +58,7 @@ def tokens_of(body: bytes) -> list[int]:
 @pytest.mark.parametrize("at_once", [True, False], ids=["pipelined", "one after the other"])
 async def test_streams_of_one_connection_follow_each_other(directory: Path, at_once: bool) -> None:
     numbers = [30, 1, 2, 30]
-    setup = Setup(directory, step_s=0.002)
-    async with setup.run() as (url, _), timeout(LIMIT_S):
-        parts = urlsplit(url)
-        reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    async with connected(directory) as (reader, writer):
         many = [request_bytes(max_tokens=number) for number in numbers]
         if at_once:
             writer.write(b"".join(many))
@@ -58,29 +66,20 @@ async def test_streams_of_one_connection_follow_each_other(directory: Path, at_o
             if not at_once:
                 writer.write(one)
             assert sum(tokens_of(await chunks_of(reader))) >= number - 5
-        writer.close()
 
 
 async def test_clients_of_http_1_0_get_the_whole_stream(directory: Path) -> None:
-    setup = Setup(directory, step_s=0.002)
-    async with setup.run() as (url, _), timeout(LIMIT_S):
-        parts = urlsplit(url)
-        reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    async with connected(directory) as (reader, writer):
         writer.write(request_bytes("1.0"))
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
         assert b"chunked" not in head
         assert len(tokens_of(body)) > 1
-        writer.close()
 
 
 async def test_a_request_in_two_packets_waits_for_the_stream_before_it(directory: Path) -> None:
-    setup = Setup(directory, step_s=0.002)
-    async with setup.run() as (url, _), timeout(LIMIT_S):
-        parts = urlsplit(url)
-        reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    async with connected(directory) as (reader, writer):
         data = request_bytes()
         writer.write(data + data[:9])
         assert len(tokens_of(await chunks_of(reader))) > 1
         writer.write(data[9:])
         assert len(tokens_of(await chunks_of(reader))) > 1
-        writer.close()
