@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from baton.log_limit import LogLimit
 
 if TYPE_CHECKING:
     from testkit.clients.reader import Reader
@@ -71,6 +74,15 @@ def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], a
     chooses = marker is not None and "loop_factories" in marker.kwargs
     both = chooses or "openai/http" in item.path.as_posix()
     return {"servers": new_event_loop} | ({"asyncio": asyncio.new_event_loop} if both else {})
+
+
+@pytest.fixture(autouse=True)
+def fresh_log_limits() -> None:
+    """Lines that an earlier test logged in this second must not suppress this test's."""
+    for name in list(logging.root.manager.loggerDict):
+        for limit in logging.getLogger(name).filters:
+            if isinstance(limit, LogLimit):
+                limit.__init__(limit.lines)  # type: ignore[misc]
 
 
 @pytest.fixture(scope="module")

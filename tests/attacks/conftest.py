@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from baton.log_limit import LogLimit
 from tests.attacks.attacker import Scene
 
 
@@ -47,12 +45,3 @@ def until() -> Callable[[Callable[[], object]], None]:
             time.sleep(0.005)
 
     return wait
-
-
-@pytest.fixture(autouse=True)
-def fresh_log_limits() -> None:
-    """Lines that an earlier test logged in this second must not suppress this test's."""
-    for name in list(logging.root.manager.loggerDict):
-        for limit in logging.getLogger(name).filters:
-            if isinstance(limit, LogLimit):
-                limit.__init__(limit.lines)  # type: ignore[misc]
