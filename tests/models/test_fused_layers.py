@@ -16,7 +16,7 @@ from torch import Tensor
 from baton.errors import BatonError
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
 from baton.kernels.cpu.small_gemm import MAX_ROWS
-from baton.models.fused_layers import FusedLayers
+from baton.models.fused_layers import BLOCK_ROWS, FusedLayers
 from baton.models.layers.decoder_layer import DecoderLayer
 from baton.models.layers.rotary import Rotary
 from baton.sampling_params import SamplingParams
@@ -101,10 +101,13 @@ def test_rows_and_pages_have_the_bits_of_layers_one_by_one(kind: str, batch: str
     assert_same_kv(cache, other)
 
 
+@pytest.mark.parametrize("block_rows", [MAX_ROWS, BLOCK_ROWS])
 @pytest.mark.parametrize("batch", LONG_BATCHES)
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
-def test_blocks_of_rows_have_the_bits_of_layers_one_by_one(kind: str, batch: str, threads: int) -> None:
+def test_blocks_of_rows_have_the_bits_of_layers_one_by_one(
+    kind: str, batch: str, block_rows: int, threads: int
+) -> None:
     layers, fused, cache, x, rotary = prepared(KINDS[kind], WIDE, LONG_BATCHES[batch])
     other, num_rows = copy.deepcopy(cache), len(x)
     cos, sin = rotary.at(torch.from_numpy(cache.positions))
@@ -120,7 +123,7 @@ def test_blocks_of_rows_have_the_bits_of_layers_one_by_one(kind: str, batch: str
     def wrote() -> None:
         written.append(torch.equal(cache.kv[0].view(torch.int16), other.kv[0].view(torch.int16)))
 
-    fused.run(out, [rotary], dataclasses.replace(regions, wrote=wrote), kept)
+    fused.run(out, [rotary], dataclasses.replace(regions, wrote=wrote), kept, block_rows)
     assert written == [True]
     assert torch.equal(out, torch.cat([seen[-1] for seen in expected]))
     assert torch.equal(kept[1], torch.cat([seen[1] for seen in expected]))
@@ -158,7 +161,7 @@ def test_other_layers_are_called_one_by_one(kind: LayerKind, hidden: int, inner:
     assert FusedLayers.of(make_layers(kind, hidden, HEADS, inner, seed=3), [0, 0]) is None
 
 
-def test_an_engine_fuses_the_layers_of_few_rows(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_fuses_the_layers_of_prompts_and_tokens(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else nothing but its speed would show that it no longer does."""
     path: Path = checkpoint("llama", torch_dtype="bfloat16", intermediate_size=192)
     rows: list[int] = []
@@ -166,5 +169,6 @@ def test_an_engine_fuses_the_layers_of_few_rows(checkpoint: Any, monkeypatch: py
     monkeypatch.setattr(FusedLayers, "run", lambda self, x, *rest: (rows.append(len(x)), run(self, x, *rest)))
     settings = {"batch_invariant": False, "quantization": usual_quantization()}
     with stepped(model=str(path), speculative_config=None, **settings) as one:
-        one.run("a", list(range(3, 93)), SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))
-    assert rows == [90, 1, 1]
+        prompt = [3 + i % 90 for i in range(600)]
+        one.run("a", prompt, SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))
+    assert rows == [600, 1, 1]

@@ -1,4 +1,4 @@
-"""Decoder layers over a few rows in one call (see `kernels.cpu.fused`), bitwise equal to the layers one by one."""
+"""Decoder layers in one call (see `kernels.cpu.fused`), bitwise equal to the layers one by one."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from baton.models.layers.layernorm import RMSNorm
 from baton.models.layers.linear import Linear
 from baton.models.layers.rotary import Rotary
 
-# In blocks of `MAX_ROWS`, if each thread has so many pieces of the narrowest product. Beyond, oneDNN is faster.
-_MOST_ROWS, _LEAST_PIECES = 512, 4
+# Their activations stay in the cache.
+BLOCK_ROWS = 512
+# Of the narrowest product, per thread. With fewer, oneDNN is faster beyond `MAX_ROWS`.
+_LEAST_PIECES = 4
 # Weights of a layer per thread.
 _PARALLEL_WEIGHTS = 1 << 17
 
@@ -89,7 +91,7 @@ class FusedLayers:
 
     def regions(self, num_rows: int, cache: LayerCache) -> KVRegions | None:
         """Keys and values for the rows. None: layers run one by one."""
-        if not 0 < num_rows <= self._most_rows() or not isinstance(cache, InPlaceCache):
+        if num_rows == 0 or not self._is_fast(num_rows) or not isinstance(cache, InPlaceCache):
             return None
         if not all(linear.few_rows_match() for linear in self._linears[:8]):
             return None
@@ -100,23 +102,30 @@ class FusedLayers:
             return None
         return regions
 
-    def _most_rows(self) -> int:
+    def _is_fast(self, num_rows: int) -> bool:
         threads = self._num_threads()
-        return MAX_ROWS if threads > 1 and self.hidden < BLOCK * _LEAST_PIECES * threads else _MOST_ROWS
+        return num_rows <= MAX_ROWS or threads == 1 or self.hidden >= BLOCK * _LEAST_PIECES * threads
 
     def _num_threads(self) -> int:
         return threads_for(self._num_weights, _PARALLEL_WEIGHTS)
 
-    def run(self, x: Tensor, rotaries: Sequence[Rotary], regions: KVRegions, kept: Mapping[int, Tensor]) -> None:
+    def run(
+        self,
+        x: Tensor,
+        rotaries: Sequence[Rotary],
+        regions: KVRegions,
+        kept: Mapping[int, Tensor],
+        block_rows: int = BLOCK_ROWS,
+    ) -> None:
         """Replaces contiguous rows x [T, E] by the last layer's output. `kept`: tensors [T, E] that get the input of
         these layers. Raises `BatonError` for a bad slot.
         """
-        if len(x) <= MAX_ROWS:
+        if len(x) <= block_rows:
             self._run(x, rotaries, regions, kept)
         else:
-            for start in range(0, len(x), MAX_ROWS):
-                rows = slice(start, start + MAX_ROWS)
-                block = regions.block(start, min(start + MAX_ROWS, len(x)))
+            for start in range(0, len(x), block_rows):
+                rows = slice(start, start + block_rows)
+                block = regions.block(start, min(start + block_rows, len(x)))
                 self._run(x[rows], rotaries, block, {layer: tensor[rows] for layer, tensor in kept.items()})
         regions.wrote()
 
