@@ -19,9 +19,9 @@ from simulation.world import World
 
 @pytest.mark.slow
 def test_many_seeds_reach_every_rung_of_recovery() -> None:
-    total = run_seeds(range(250))
+    total = run_seeds(range(150))
     assert not total.failures
-    assert total.seeds == 250
+    assert total.seeds == 150
     assert {kind for kind in FAULTS if total.injected[kind]} == set(FAULTS)
     assert total.outcomes["exact"] > sum(total.outcomes.values()) / 3
     assert min(total.rungs[rung] for rung in ("source", "retry", "full", "recompute", "preempt", "layers")) > 0
@@ -45,7 +45,7 @@ def test_prefixes_go_back_under_faults() -> None:
 @pytest.mark.parametrize("kind", sorted({*RATES, *STRIKES}))
 def test_each_fault_alone(kind: str) -> None:
     faults = {kind, *NEEDS.get(kind, ())}
-    total = run_seeds(range(12), faults=sorted(faults))
+    total = run_seeds(range(8), faults=sorted(faults))
     assert not total.failures
     assert total.injected[kind] > 0
     assert set(total.injected) <= faults

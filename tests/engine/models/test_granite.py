@@ -25,7 +25,7 @@ from tests.engine.models.test_transformers_equality import reference_tokens  # n
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-NUM_TOKENS = 16
+NUM_TOKENS = 10
 PARAMS = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 KV_MEMORY = 8 << 20
 # Shorter than the convolution, and around the reference's chunks of 16.
