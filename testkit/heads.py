@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -78,5 +79,7 @@ def make_batch(
 def one_by_one(head: Eagle3, batch: DraftBatch, pages: PagedRequests) -> list[list[int]]:
     """The drafts of the head's modules called one by one, over `pages`."""
     own = replace(batch, pages=pages)  # type: ignore[arg-type]
+    head = copy.copy(head)
+    head.writes = False
     extended = HeadDrafter.extend(head, own)
     return HeadDrafter.draft(head, own, extended) if batch.num_drafts.any() else [[] for _ in batch.num_drafts]

@@ -84,5 +84,5 @@ def accepted_of(channel: Any) -> AcceptedConnections:
 
 def kept_features(stepped: Any) -> dict[int, Any]:
     """The target's features that an engine keeps for drafter rows that wait, by step."""
-    found: dict[int, Any] = stepped.core.executor._features
+    found: dict[int, Any] = stepped.core.executor._outputs
     return found

@@ -152,8 +152,7 @@ def with_inputs(change: Change) -> tuple[object, str, Any]:
 
 
 def other_features(runner: ModelRunner, plan: Any, output: TargetOutput, original: Any = ModelRunner.draft) -> Any:
-    assert output.features_TF is not None
-    return original(runner, plan, TargetOutput(output.hidden_TE, output.features_TF.roll(1, 0)))
+    return original(runner, plan, TargetOutput(output.hidden_TE.roll(1, 0), output.aux))
 
 
 class Moving:

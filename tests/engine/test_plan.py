@@ -98,8 +98,9 @@ def test_a_result_brings_logits_and_features_of_the_rows_asked_for() -> None:
         logits = executor.runner.logits(output, asked)
         assert result.choices.tolist() == logits.argmax(-1).tolist()
         assert torch.equal(torch.from_numpy(result.logits), logits[[0, 2]])
-        assert output.features_TF is not None
-        assert torch.equal(torch.from_numpy(result.features), output.features_TF[[22, 23]].float())
+        features = executor.runner.features(output)
+        assert features is not None
+        assert torch.equal(torch.from_numpy(result.features), features[[22, 23]].float())
         nothing = executor.execute(StepPlan(rows, np.array([], dtype=np.int64)))
         assert (len(nothing.choices), len(nothing.logits), len(nothing.features)) == (0, 0, 0)
 

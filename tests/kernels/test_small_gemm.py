@@ -60,6 +60,22 @@ def test_a_layer_uses_it_and_keeps_its_bits_beyond_its_rows() -> None:
     assert torch.equal(layer(x.repeat(1, 2)[:3, :1536]), tall[:3])
 
 
+@pytest.mark.parametrize(("first", "rows"), [(64, 1), (192, 7), (192, 192), (100, 9)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layers_last_outputs_have_the_bits_of_all(bias: bool, first: int, rows: int) -> None:
+    x, weight, _, _ = _made(320, 1536)
+    layer = Linear(1536, 320, Build(torch.bfloat16, torch.device("cpu"), batch_invariant=True), bias)
+    assert layer.weight is not None
+    layer.weight.copy_(weight)
+    if layer.bias is not None:
+        layer.bias.copy_(weight[:, 0])
+    layer.pack()
+    x = x.repeat(3, 1)[:rows]
+    expected = layer(x)[:, first:]
+    assert torch.equal(layer.outputs_from(x, first), expected)
+    assert torch.equal(layer.outputs_from(x.repeat(1, 2)[:, :1536], first), expected)
+
+
 def test_a_copy_that_lies_otherwise_is_not_read() -> None:
     """Neither with sizes that would be padded, nor with another weight's numbers."""
     _, weight, _, _ = _made(64, 576)

@@ -30,6 +30,7 @@ class Eagle(HeadDrafter):
         self.feature_size = hidden
         self.fc = Linear(2 * hidden, hidden, build, bias="fc.bias" in names)
         self.layers = nn.ModuleList(DecoderLayer(config, i, build, input_norm=i > 0) for i in range(config.num_layers))
+        self.writes = len(self.layers) == 1 and self.layers[0].writes  # type: ignore[assignment]
         if "lm_head.weight" in names:
             self.add_head(hidden, config.vocab_size, build)
 
@@ -49,8 +50,15 @@ class Eagle(HeadDrafter):
     def forward(
         self, next_ids_T: Tensor, features_TF: Tensor, positions_T: Tensor, attend: LayerCache, first: bool
     ) -> tuple[Tensor, Tensor]:
-        x = self.fc(torch.cat((self._embed(next_ids_T), features_TF), dim=-1))
-        cos_sin = self.rotary.at(positions_T)
+        x, cos_sin = self._fuse(next_ids_T, features_TF), self.rotary.at(positions_T)
         for layer in self.layers:
             x = layer(x, cos_sin, attend)
         return x, x
+
+    def write(self, next_ids_T: Tensor, features_TF: Tensor, positions_T: Tensor, cache: LayerCache) -> None:
+        x, cos_sin = self._fuse(next_ids_T, features_TF), self.rotary.at(positions_T)
+        self.layers[0].write(x, cos_sin, cache)  # type: ignore[operator]
+
+    def _fuse(self, next_ids_T: Tensor, features_TF: Tensor) -> Tensor:
+        x: Tensor = self.fc(torch.cat((self._embed(next_ids_T), features_TF), dim=-1))
+        return x

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from baton.drafters.base import DraftBatch
 from baton.drafters.draft_passes import draft_passes
 from baton.drafters.head import (
+    FEW,
     HeadDrafter,
     attention_layers,
     expect_target_size,
@@ -40,9 +41,6 @@ from baton.models.layers.layernorm import RMSNorm
 from baton.models.layers.linear import Build, Linear
 
 log = logging.getLogger(__name__)
-
-# With at least this many rows per drafting request, the other rows compute only keys and values.
-_FEW = 4
 
 
 def _attention(config: ModelConfig, layer_id: int, build: Build, in_features: int) -> nn.Module:
@@ -68,6 +66,7 @@ class Eagle3(HeadDrafter):
         attention = _attention(config, 0, build, 2 * hidden)
         first = FusionLayer(config, eagle_flag(raw, "norm_before_residual"), attention, build)
         self.layers = nn.ModuleList([first, *(_layer(config, i, build) for i in range(1, config.num_layers))])
+        self.writes = len(self.layers) == 1 and attention.writes  # type: ignore[assignment]
         self.norm = RMSNorm(hidden, config.rms_eps, build)
         draft_vocab = get_int(raw, "draft_vocab_size", config.vocab_size)
         if "lm_head.weight" in names:
@@ -131,14 +130,14 @@ class Eagle3(HeadDrafter):
         assert features is not None
         # Outputs of other rows are unused.
         num_rows, num_drafting = len(batch.positions), np.count_nonzero(batch.num_drafts)
-        last_only = len(self.layers) == 1 and (num_rows > MAX_ROWS or num_rows >= _FEW * num_drafting)
+        last_only = self.writes and (num_rows > MAX_ROWS or num_rows >= FEW * num_drafting)
         passes = None if fused is None else draft_passes(batch, fused.regions, last_only)
         if fused is None or passes is None:
             return super().extend(batch)
         drafts: list[list[int]] = [[] for _ in batch.num_drafts]
         ids = batch.next_ids
         if last_only:
-            self._write(batch, features)
+            self.write_rows(batch)
             last = batch.query_start[1:].astype(np.int64)[np.flatnonzero(batch.num_drafts)] - 1
             ids, features = ids[last], features[self._tensor(last)]
         if passes:
@@ -148,12 +147,9 @@ class Eagle3(HeadDrafter):
                     drafts[request].append(token)
         return drafts
 
-    def _write(self, batch: DraftBatch, features_TF: Tensor) -> None:
-        cache = batch.pages.bind(np.arange(len(batch.num_drafts)), batch.positions, batch.query_start)
-        embeds, cos_sin = self._embed(self._tensor(batch.next_ids)), self.rotary.at(self._tensor(batch.positions))
-        first = self.layers[0]
-        assert isinstance(first, FusionLayer)
-        first.write(embeds, self._fuse(features_TF), cos_sin, cache)
+    def write(self, next_ids_T: Tensor, features_TF: Tensor, positions_T: Tensor, cache: LayerCache) -> None:
+        embeds, cos_sin = self._embed(next_ids_T), self.rotary.at(positions_T)
+        self.layers[0].write(embeds, self._fuse(features_TF), cos_sin, cache)  # type: ignore[operator]
 
     def draft(self, batch: DraftBatch, extended: tuple[Tensor, Tensor] | list[list[int]]) -> list[list[int]]:
         return extended if isinstance(extended, list) else super().draft(batch, extended)

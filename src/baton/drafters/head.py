@@ -26,6 +26,9 @@ from baton.models.layers.rotary import Rotary
 from baton.models.loading.filling import fill_module
 from baton.models.loading.stored import stored_tensors
 
+# Rows per drafting request from which only the last ones are computed.
+FEW = 4
+
 
 class HeadDrafter(nn.Module, ABC):
     """Embedding, LM head, rotary tables, draft vocabulary.
@@ -41,6 +44,7 @@ class HeadDrafter(nn.Module, ABC):
     feature_size: int
     draft_to_target: Tensor | None
     needs_contexts = False
+    writes = False
 
     def __init__(
         self, config: ModelConfig, layers: Sequence[LayerSpec], target: CausalLM, names: set[str], build: Build
@@ -55,8 +59,8 @@ class HeadDrafter(nn.Module, ABC):
         # The head drafts even beyond its own config's length.
         length = max(config.max_position, target.max_position)
         self.rotary = Rotary(config.rope, config.rotary_dim or config.head_dim, length, build.dtype, build.device)
-        # Functions, not modules: registering a shared module would make its weights this head's. The head takes
-        # unscaled embeddings, even if the target scales its own.
+        # Functions, not modules: registering a shared module would make its weights this head's. Embeddings
+        # are unscaled, even if the target scales its own.
         self._embed: Callable[[Tensor], Tensor] = partial(F.embedding, weight=target.model.embed_tokens.weight)
         self._head: Callable[[Tensor], Tensor] = target.project
         self._target = (target,)
@@ -98,22 +102,38 @@ class HeadDrafter(nn.Module, ABC):
         Returns (states for `compute_logits`, features for the next draft step).
         """
 
+    def write(self, next_ids_T: Tensor, features_TF: Tensor, positions_T: Tensor, cache: LayerCache) -> None:
+        """Write the entries that `forward` would, if the head `writes`."""
+        raise NotImplementedError
+
     def extend(self, batch: DraftBatch) -> tuple[Tensor, Tensor]:
-        """States and the next step's features, [T, E] each, of the batch's rows."""
+        """States and the next step's features, [R, E] each, of the last rows of requests that get drafts."""
         assert batch.features_TF is not None
-        requests = np.arange(len(batch.num_drafts))
-        attend = batch.pages.bind(requests, batch.positions, batch.query_start)
-        out_TE, feedback_TE = self(
-            self._tensor(batch.next_ids), batch.features_TF, self._tensor(batch.positions), attend, True
-        )
-        return out_TE, feedback_TE
+        going, last = _last_rows(batch)
+        ids, features, positions = batch.next_ids, batch.features_TF, batch.positions
+        if self.writes and len(positions) >= FEW * len(going):
+            self.write_rows(batch)
+            rows = self._tensor(last)
+            features = features[rows]
+            if not len(last):
+                return features, features
+            attend = batch.pages.bind(going, positions[last], np.arange(len(last) + 1, dtype=np.int32))
+            return self(self._tensor(ids[last]), features, self._tensor(positions[last]), attend, True)  # type: ignore[no-any-return]
+        attend = batch.pages.bind(np.arange(len(batch.num_drafts)), positions, batch.query_start)
+        states = self(self._tensor(ids), features, self._tensor(positions), attend, True)
+        out_RE, feedback_RE = (of.index_select(0, self._tensor(last)) for of in states)
+        return out_RE, feedback_RE
+
+    def write_rows(self, batch: DraftBatch) -> None:
+        assert batch.features_TF is not None
+        cache = batch.pages.bind(np.arange(len(batch.num_drafts)), batch.positions, batch.query_start)
+        self.write(self._tensor(batch.next_ids), batch.features_TF, self._tensor(batch.positions), cache)
 
     def draft(self, batch: DraftBatch, extended: tuple[Tensor, Tensor]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in batch.num_drafts]
-        going = np.flatnonzero(batch.num_drafts)
-        last = batch.query_start[1:][going].astype(np.int64) - 1
+        going, last = _last_rows(batch)
         next_positions = batch.positions[last] + 1
-        out_RE, feedback_RE = (states.index_select(0, self._tensor(last)) for states in extended)
+        out_RE, feedback_RE = extended
         for step in range(int(batch.num_drafts.max())):
             ids = batch.choose(self.compute_logits(out_RE), going, step, self.draft_to_target)
             for request, token in zip(going.tolist(), ids.tolist(), strict=True):
@@ -135,6 +155,12 @@ class HeadDrafter(nn.Module, ABC):
     def compute_logits(self, out_TE: Tensor) -> Tensor:
         """Draft logits [T, draft_vocab] in float32."""
         return self._head(out_TE).float()
+
+
+def _last_rows(batch: DraftBatch) -> tuple[IntArray, IntArray]:
+    """Requests with drafts, and their last rows."""
+    going = np.flatnonzero(batch.num_drafts)
+    return going, batch.query_start[1:][going].astype(np.int64) - 1
 
 
 def attention_layers(config: ModelConfig) -> list[LayerSpec]:

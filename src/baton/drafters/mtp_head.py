@@ -31,8 +31,17 @@ class Module(nn.Module):
         self.norm = make_norm(config, hidden, build)
 
     def forward(self, embeds: Tensor, states: Tensor, cos_sin: tuple[Tensor, Tensor], attend: LayerCache) -> Tensor:
-        x = self.eh_proj(torch.cat((self.enorm(embeds), self.hnorm(states)), dim=-1))
-        return self.norm(self.layer(x, cos_sin, attend))  # type: ignore[no-any-return]
+        return self.norm(self.layer(self._joined(embeds, states), cos_sin, attend))  # type: ignore[no-any-return]
+
+    @property
+    def writes(self) -> bool:
+        return getattr(self.layer, "writes", False)
+
+    def write(self, embeds: Tensor, states: Tensor, cos_sin: tuple[Tensor, Tensor], cache: LayerCache) -> None:
+        self.layer.write(self._joined(embeds, states), cos_sin, cache)  # type: ignore[operator]
+
+    def _joined(self, embeds: Tensor, states: Tensor) -> Tensor:
+        return self.eh_proj(torch.cat((self.enorm(embeds), self.hnorm(states)), dim=-1))  # type: ignore[no-any-return]
 
 
 class MtpHead(HeadDrafter):
@@ -46,9 +55,13 @@ class MtpHead(HeadDrafter):
         self.kv_modules = list(range(1, num_modules + 1))
         self.feature_size = config.hidden_size
         self.layers = nn.ModuleList(Module(target, config, i, build) for i in range(num_modules))
+        self.writes = num_modules == 1 and self.layers[0].writes  # type: ignore[assignment]
 
     def forward(
         self, next_ids_T: Tensor, features_TF: Tensor, positions_T: Tensor, attend: LayerCache, first: bool
     ) -> tuple[Tensor, Tensor]:
         x = self.layers[-1](self._embed(next_ids_T), features_TF, self.rotary.at(positions_T), attend)
         return x, x
+
+    def write(self, next_ids_T: Tensor, features_TF: Tensor, positions_T: Tensor, cache: LayerCache) -> None:
+        self.layers[0].write(self._embed(next_ids_T), features_TF, self.rotary.at(positions_T), cache)  # type: ignore[operator]

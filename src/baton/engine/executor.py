@@ -77,7 +77,7 @@ class LocalExecutor:
         self.spec = runner.spec
         self._output: TargetOutput | None = None
         # By step number.
-        self._features: dict[int, Tensor] = {}
+        self._outputs: dict[int, TargetOutput] = {}
 
     def execute(self, plan: StepPlan, written: Written | None = None) -> StepResult:
         return self.sample(plan, self.compute(plan, written))
@@ -86,7 +86,7 @@ class LocalExecutor:
     def compute(self, plan: StepPlan, written: Written | None = None) -> TargetResult:
         """All ranks run this part of `execute`."""
         output = self._forward(plan, written)
-        features = _on_host(output.features_TF, plan.feature_rows)
+        features = _on_host(self.runner.features(output) if len(plan.feature_rows) else None, plan.feature_rows)
         scores = [one for block, logits in self._scored(plan, output) for one in prompt_logprobs(logits, block)]
         choices = None
         if plan.sampling is None and not len(plan.logit_rows):
@@ -97,9 +97,9 @@ class LocalExecutor:
 
     def _forward(self, plan: StepPlan, written: Written | None) -> TargetOutput:
         output = self._output = self.runner.forward(plan.rows, written)
-        self._features = {number: kept for number, kept in self._features.items() if number >= plan.oldest}
-        if plan.number and output.features_TF is not None:
-            self._features[plan.number] = output.features_TF
+        self._outputs = {number: kept for number, kept in self._outputs.items() if number >= plan.oldest}
+        if plan.number:
+            self._outputs[plan.number] = output
         return output
 
     @torch.inference_mode()
@@ -134,9 +134,8 @@ class LocalExecutor:
     def draft(self, plan: DraftPlan) -> DraftResult:
         output = self._output
         assert output is not None
-        if len(plan.feature_steps) and output.features_TF is not None:
-            plan, features = self._gathered(plan)
-            output = replace(output, features_TF=features)
+        if len(plan.feature_steps):
+            plan, output = self._gathered(plan)
         result = self.runner.draft(plan, output)
         self._synchronize()
         return result
@@ -145,14 +144,15 @@ class LocalExecutor:
     def attend_for_drafter(self, plan: DraftPlan, reads: Sequence[TargetRead]) -> None:
         self.runner.attend_for_drafter(plan, reads)
 
-    def _gathered(self, plan: DraftPlan) -> tuple[DraftPlan, Tensor]:
-        """The plan as one for a single step, and the features of its rows [T, F]."""
+    def _gathered(self, plan: DraftPlan) -> tuple[DraftPlan, TargetOutput]:
+        """The plan as one for a single step."""
         numbers, index = np.unique(plan.feature_steps, return_inverse=True)
-        kept = [self._features[number] for number in numbers.tolist()]
-        begins = np.cumsum([0, *map(len, kept[:-1])])
-        rows = torch.from_numpy(begins[index] + plan.feature_rows).to(kept[0].device)
-        none = plan.feature_steps[:0]
-        return replace(plan, feature_rows=np.arange(len(rows)), feature_steps=none), torch.cat(kept)[rows]
+        kept = [self._outputs[number] for number in numbers.tolist()]
+        begins = np.cumsum([0, *(len(output.hidden_TE) for output in kept[:-1])])
+        rows = torch.from_numpy(begins[index] + plan.feature_rows).to(kept[0].hidden_TE.device)
+        aux = [torch.cat(states) for states in zip(*(output.aux for output in kept), strict=True)]
+        joined = TargetOutput(torch.cat([output.hidden_TE for output in kept]), aux).take(rows)
+        return replace(plan, feature_rows=np.arange(len(rows)), feature_steps=plan.feature_steps[:0]), joined
 
     def copy_page(self, group: str, source: int, destination: int) -> None:
         if group in self.runner.kv:  # else its layers are on other stages
@@ -170,7 +170,7 @@ class LocalExecutor:
     def close(self) -> None:
         self.runner.release()
         self._output = None
-        self._features.clear()
+        self._outputs.clear()
 
 
 def _on_host(values: Tensor | None, rows: IntArray) -> np.ndarray:

@@ -29,10 +29,13 @@ from baton.structured import Constrained, DraftMatchers, Grammars
 
 @dataclass(frozen=True, slots=True)
 class TargetOutput:
-    """`hidden_TE` after the final norm. `features_TF` for the drafter; None if it takes none."""
+    """After the final norm, and of the drafter's `aux_layers`."""
 
     hidden_TE: Tensor
-    features_TF: Tensor | None
+    aux: list[Tensor]
+
+    def take(self, rows: Tensor) -> TargetOutput:
+        return TargetOutput(self.hidden_TE[rows], [states[rows] for states in self.aux])
 
 
 class ModelRunner:
@@ -76,11 +79,15 @@ class ModelRunner:
         states = {name: StateBatch(rows.query_start, rows.states[name]) for name in self.spec.state_groups}
         cache = PagedCache(self.backend, self._target_layers, batches, states, written)
         hidden_TE, aux = self.model(self._tensor(rows.token_ids), self._tensor(rows.positions), cache, self._aux_layers)
-        features = self.drafter.combine(hidden_TE, aux) if self.drafter is not None else None
-        if features is not None and features.shape[:-1] != hidden_TE.shape[:-1]:
-            shape, num_rows = tuple(features.shape), len(hidden_TE)
+        return TargetOutput(hidden_TE, aux)
+
+    def features(self, output: TargetOutput) -> Tensor | None:
+        """[T, F]; None: it takes none."""
+        features = self.drafter.combine(output.hidden_TE, output.aux) if self.drafter is not None else None
+        if features is not None and features.shape[:-1] != output.hidden_TE.shape[:-1]:
+            shape, num_rows = tuple(features.shape), len(output.hidden_TE)
             raise ValueError(f"drafter {_name(self.drafter)} made features of shape {shape} of {num_rows} rows")
-        return TargetOutput(hidden_TE, features)
+        return features
 
     def logits(self, output: TargetOutput, rows: IntArray) -> Tensor:
         """Float32 [len(rows), V] of `rows` (ascending)."""
@@ -138,7 +145,7 @@ class ModelRunner:
         return _DraftPages(self, self._target_layers, plan.rows.tables, plan.first_entry[:0], states)
 
     def _draft_batch(self, plan: DraftPlan, output: TargetOutput, states: DraftStates) -> DraftBatch:
-        rows, features = plan.rows, output.features_TF
+        rows, features = plan.rows, self.features(output)
         if features is not None and len(plan.feature_rows) != features.shape[0]:
             features = features[self._tensor(plan.feature_rows)]
         # The token after the last row is known, so the first draft is two positions after the row.

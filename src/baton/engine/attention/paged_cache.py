@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from baton.engine.attention.base import AttentionBackend, AttnBatch, AttnRows
@@ -144,14 +145,19 @@ class PagedCache:
         heads: LatentHeads | None = None,
         chosen: Chosen | None = None,
     ) -> Tensor:
-        place = self._place(layer_id)
-        memory, index = place.memory, place.index
-        planes = [plane for plane, of in zip(memory.planes, memory.spec.planes, strict=True) if of.name != INDEX_PLANE]
-        latents = PagedLatentAttention(planes, index, self._batches[memory.spec.name])
-        out = latents.attend(q_THD, latent_TC, rope_TR, scale, heads, chosen)
+        out = self._latents(layer_id).attend(q_THD, latent_TC, rope_TR, scale, heads, chosen)
         if self._written is not None:
             self._written(layer_id)
         return out
+
+    def write_latent(self, layer_id: int, latent_TC: Tensor, rope_TR: Tensor) -> None:
+        self._latents(layer_id).write(torch.cat((latent_TC, rope_TR), dim=-1))
+
+    def _latents(self, layer_id: int) -> PagedLatentAttention:
+        place = self._place(layer_id)
+        memory, index = place.memory, place.index
+        planes = [plane for plane, of in zip(memory.planes, memory.spec.planes, strict=True) if of.name != INDEX_PLANE]
+        return PagedLatentAttention(planes, index, self._batches[memory.spec.name])
 
     def choose(self, layer_id: int, rows: IndexRows) -> None:
         place = self._place(layer_id)

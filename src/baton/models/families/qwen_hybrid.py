@@ -87,6 +87,15 @@ class QwenHybridLayer(nn.Module):
         x, normed = self.post_attention_layernorm.add_and_norm(x, mixed)
         return x + self.mlp(normed)  # type: ignore[no-any-return]
 
+    @property
+    def writes(self) -> bool:
+        return self.self_attn is not None
+
+    def write(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: LayerCache) -> None:
+        """As `DecoderLayer.write`."""
+        assert self.self_attn is not None
+        self.self_attn.write(self.input_layernorm(x), cos_sin, cache)
+
 
 def hybrid_fields(raw: RawConfig) -> dict[str, Any]:
     """`QwenHybridConfig` without experts, as keyword arguments. Raises `CheckpointError`."""

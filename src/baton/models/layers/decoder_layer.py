@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -55,6 +54,8 @@ class Attention(nn.Module):
     `in_features` differs from the hidden size only in a drafter whose input is embedding and features side by side.
     """
 
+    writes = True
+
     def __init__(self, config: ModelConfig, layer_id: int, build: Build, in_features: int | None = None) -> None:
         super().__init__()
         self._layer_id, self.head_dim = layer_id, config.head_dim
@@ -73,24 +74,27 @@ class Attention(nn.Module):
         self.cuts: dict[str, WeightCut] = {"sinks": (0, heads)}
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor] | None, attend: Attend) -> Tensor:
-        q, k, v = self._heads(x, cos_sin)
-        sinks = () if self.sinks is None else (self.sinks,)
-        out = attend(self._layer_id, q, k, v, self.scale, *sinks)
-        return self.o_proj(out.reshape(x.shape[0], -1))  # type: ignore[no-any-return]
-
-    def write(self, x: Tensor, cos_sin: tuple[Tensor, Tensor] | None, cache: LayerCache) -> None:
-        """Write k and v, without output."""
-        _, k, v = self._heads(x, cos_sin)
-        cache.write(self._layer_id, k, v)
-
-    def _heads(self, x: Tensor, cos_sin: tuple[Tensor, Tensor] | None) -> Sequence[Tensor]:
         heads = self.qkv_proj(x).view(x.shape[0], self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k, v = heads.split_with_sizes(self._split, dim=1)
             heads = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=1)
         if cos_sin is not None:
             heads = rotate(heads, self.num_heads + self.num_kv_heads, *cos_sin)
-        return heads.split_with_sizes(self._split, dim=1)  # type: ignore[no-any-return]
+        q, k, v = heads.split_with_sizes(self._split, dim=1)
+        sinks = () if self.sinks is None else (self.sinks,)
+        out = attend(self._layer_id, q, k, v, self.scale, *sinks)
+        return self.o_proj(out.reshape(x.shape[0], -1))  # type: ignore[no-any-return]
+
+    def write(self, x: Tensor, cos_sin: tuple[Tensor, Tensor] | None, cache: LayerCache) -> None:
+        """Write k and v."""
+        heads = self.qkv_proj.outputs_from(x, self.num_heads * self.head_dim)
+        heads = heads.view(x.shape[0], 2 * self.num_kv_heads, self.head_dim)
+        if self.k_norm is not None:
+            k, v = heads.chunk(2, dim=1)
+            heads = torch.cat((self.k_norm(k), v), dim=1)
+        if cos_sin is not None:
+            heads = rotate(heads, self.num_kv_heads, *cos_sin)
+        cache.write(self._layer_id, *heads.chunk(2, dim=1))
 
 
 class DecoderLayer(nn.Module):
@@ -118,6 +122,14 @@ class DecoderLayer(nn.Module):
         x, normed = self.post_attention_layernorm.add_and_norm(x, self.self_attn(normed, cos_sin, attend))
         return x + self.mlp(normed)  # type: ignore[no-any-return]
 
+    @property
+    def writes(self) -> bool:
+        return getattr(self.self_attn, "writes", False)
+
+    def write(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: LayerCache) -> None:
+        normed = x if self.input_layernorm is None else self.input_layernorm(x)
+        self.self_attn.write(normed, cos_sin, cache)  # type: ignore[operator]
+
 
 class FusionLayer(nn.Module):
     """An EAGLE-3 head's first layer: from an embedding and a hidden state, [T, E] each, to the residual stream."""
@@ -139,6 +151,5 @@ class FusionLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
     def write(self, embeds: Tensor, hidden: Tensor, cos_sin: tuple[Tensor, Tensor], cache: LayerCache) -> None:
-        assert isinstance(self.self_attn, Attention)
         joined = torch.cat((self.input_layernorm(embeds), self.hidden_norm(hidden)), dim=-1)
-        self.self_attn.write(joined, cos_sin, cache)
+        self.self_attn.write(joined, cos_sin, cache)  # type: ignore[operator]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from baton.models.config import ModelConfig
-from baton.models.layer_cache import Attend
+from baton.models.layer_cache import Attend, LayerCache
 from baton.models.layers.decoder_layer import sigmoid
 from baton.models.layers.layernorm import make_norm
 from baton.models.layers.linear import Build, MergedLinear
@@ -19,6 +19,8 @@ class GatedAttention(nn.Module):
 
     `q_proj` makes each head's query, then its gate. Queries and keys are normed.
     """
+
+    writes = True
 
     def __init__(self, config: ModelConfig, layer_id: int, build: Build) -> None:
         super().__init__()
@@ -44,3 +46,9 @@ class GatedAttention(nn.Module):
         v = values.reshape(len(x), self._kv_heads, self._head_dim)
         out = attend(self._layer_id, q, k, v, self._scale)
         return self.o_proj((out * sigmoid(gate.float()).to(x.dtype)).reshape(len(x), -1))  # type: ignore[no-any-return]
+
+    def write(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: LayerCache) -> None:
+        """As `decoder_layer.Attention.write`."""
+        heads = self.qkv_proj.outputs_from(x, 2 * self._heads * self._head_dim)
+        keys, values = heads.view(len(x), 2 * self._kv_heads, self._head_dim).chunk(2, dim=1)
+        cache.write(self._layer_id, rotate(self.k_norm(keys), self._kv_heads, *cos_sin), values)

@@ -63,6 +63,8 @@ class LatentAttention(nn.Module):
     """A layer's latent attention: [T, in_features] -> [T, hidden]. `in_features`: as in `decoder_layer.Attention`.
     `config.latent` must be set."""
 
+    writes = True
+
     def __init__(self, config: ModelConfig, layer_id: int, build: Build, in_features: int | None = None) -> None:
         super().__init__()
         spec, size = config.latent, in_features or config.hidden_size
@@ -97,9 +99,15 @@ class LatentAttention(nn.Module):
         )
         return self.o_proj(out.reshape(len(x), -1))  # type: ignore[no-any-return]
 
+    def write(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: LayerCache) -> None:
+        """As `decoder_layer.Attention.write`."""
+        latent, k_rope = self.kv_a_proj_with_mqa(x).split([self._spec.latent_dim, self._spec.rope_dim], dim=-1)
+        rope = self._rotated(k_rope[:, None].contiguous(), cos_sin)
+        cache.write_latent(self._layer_id, self.kv_a_layernorm(latent), rope[:, 0])
+
     def _rotated(self, ropes: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-        """The rotated parts [T, H + 1, R] of queries and the key."""
-        return rotate(deinterleave(ropes) if self._spec.is_interleaved else ropes, self._heads + 1, *cos_sin)
+        """The rotated parts [T, N, R] of queries and the key."""
+        return rotate(deinterleave(ropes) if self._spec.is_interleaved else ropes, ropes.shape[1], *cos_sin)
 
     def _chosen(
         self, x: Tensor, low_rank: Tensor | None, cos_sin: tuple[Tensor, Tensor], cache: LayerCache

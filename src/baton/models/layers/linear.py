@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from baton.kernels.cpu import small_gemm
 from baton.kernels.cpu.int8_gemm import Int8Weight
+from baton.kernels.cpu.simd import CHUNKS, LANES
 from baton.kernels.device import aligned_copy
 from baton.models.layers.parallel import SINGLE_RANK, Share, TensorRank
 
@@ -275,6 +276,15 @@ class Linear(nn.Module):
         if x.shape[0] > small_gemm.MAX_ROWS or x.dtype is not torch.bfloat16 or not x.is_contiguous():
             return False
         return self.few_rows_match()
+
+    def outputs_from(self, x: Tensor, first: int) -> Tensor:
+        """Outputs from `first` on, with the bits of `forward`; only they are computed if the weight can be cut."""
+        usual = x.dtype is torch.bfloat16 and x.is_contiguous() and first % (CHUNKS * LANES) == 0
+        if self._address is None or not usual or not self.few_rows_match():
+            return self.forward(x)[:, first:].contiguous()
+        bias = None if self.bias is None else self.bias[first:]
+        at = self._address + first * self.in_features * x.element_size()
+        return small_gemm.multiply_packed(x, at, self.out_features - first, bias)
 
     def few_rows_match(self) -> bool:
         """Whether the kernel for few rows may be used: with `batch_invariant`, only if no bits change."""

@@ -29,6 +29,8 @@ class SparseLatentAttention(LatentAttention):
     """Latent attention to chosen keys. Raises `ConfigError` for a pipeline stage whose first layer shares another's
     choice."""
 
+    writes = False
+
     def __init__(self, config: ModelConfig, layer_id: int, build: Build) -> None:
         super().__init__(config, layer_id, build)
         assert config.latent is not None
