@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,17 +38,15 @@ class SampledRequest:
     first_logits: int
 
 
-@dataclass(frozen=True, slots=True)
-class FeatureRows:
-    """`count` rows of a step's features, from row `first` on. `step`: its number (see `StepPlan`)."""
+class FeatureRows(NamedTuple):
+    """Rows of a step's features. `step`: its number (see `StepPlan`)."""
 
     step: int
     first: int
-    count: int
+    num_rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class DraftRows:
+class DraftRows(NamedTuple):
     """Drafter rows [start, stop) of a request, and where their features are."""
 
     request: Request
@@ -131,8 +130,8 @@ def draft_plan(draft_rows: Sequence[DraftRows], spec: PlanSpec, rejection: bool)
     for rows in draft_rows:
         ids += rows.request.token_ids[rows.start + 1 : rows.stop + 1]
         for some in rows.features:
-            feature_rows += range(some.first, some.first + some.count)
-            steps += [some.step] * some.count
+            feature_rows += range(some.first, some.first + some.num_rows)
+            steps += [some.step] * some.num_rows
     requests = [rows.request for rows in draft_rows]
     noise = noise_of([request.params for request in requests])
     spans = [(rows.start, rows.stop - rows.start) for rows in draft_rows]

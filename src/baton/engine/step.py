@@ -73,7 +73,7 @@ class StepRunner:
     ) -> None:
         self.executor, self.scheduler, self.cache, self.legs = executor, scheduler, scheduler.cache, legs
         self.limits, self.emit, self.metrics, self.clock = limits, emit, metrics, clock
-        self.adaptive: AdaptiveDrafts | None = None  # None: every request gets the maximum number of drafts
+        self.adaptive: AdaptiveDrafts | None = None  # None: all get the most drafts
         self.deferred: DeferredRows | None = None  # None: the drafter computes every row at once
         # Called if `emit` got the first token of a request that is drafted for, or that a decode leg computed.
         self.after_first: Callable[[], None] = lambda: None

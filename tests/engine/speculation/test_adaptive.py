@@ -22,12 +22,15 @@ from baton.engine.request_checks import make_request
 from baton.engine.scheduler import ScheduledRows
 from baton.engine.speculation.adaptive import (
     CHOOSE_EVERY,
+    CHOOSE_SELDOM,
     PROBE_EVERY,
+    PROBE_SELDOM,
     SEEDED_DRAFTS,
     AdaptiveDrafts,
     draft_parts,
 )
 from baton.engine.speculation.cost_model import FewRows
+from baton.engine.speculation.trials import TRY_STEPS
 from baton.errors import ConfigError
 from baton.verify.observe import make_cases
 from baton.wire import SamplingParams
@@ -208,15 +211,37 @@ def test_few_requests_are_probed_at_a_time_and_all_in_turn() -> None:
         adaptive.target_cost.observe((1.0, rows, requests, 0, 0, 0, 0), 0.01 + 0.1 * rows)
     adaptive.target_cost.fit()
     requests: list[Any] = [RequestStub(f"{number}") for number in range(16)]
-    probed = []
-    for number in range(1, 8 * PROBE_EVERY + 1):
+    probed = {}
+    for number in range(1, 7 * PROBE_EVERY + 5 * PROBE_SELDOM + 1):
         counts = adaptive.choose(requests, [8] * 16)
-        assert number % PROBE_EVERY == 0 or not counts.any()
-        if number % PROBE_EVERY == 0:
+        if counts.any():
             assert counts.max() == 1
-            probed.append(np.flatnonzero(counts).tolist())
-    assert [len(one) for one in probed] == [2] * 8
-    assert sorted(itertools.chain(*probed)) == list(range(16))
+            probed[number] = np.flatnonzero(counts).tolist()
+    first = [PROBE_EVERY, 3 * PROBE_EVERY, 7 * PROBE_EVERY]
+    assert list(probed) == [*first, *range(first[-1] + PROBE_SELDOM, number + 1, PROBE_SELDOM)]
+    assert [len(one) for one in probed.values()] == [2] * 8
+    assert sorted(itertools.chain(*probed.values())) == list(range(16))
+
+
+def test_a_choice_of_no_drafts_holds_longer_unless_requests_leave() -> None:
+    chosen: list[int] = []
+
+    class Never(AdaptiveDrafts):
+        def _best(self, requests: Sequence[Request], bounds: np.ndarray) -> np.ndarray:
+            chosen.append(len(requests))
+            return np.zeros_like(bounds)
+
+    adaptive = Never(8)
+    requests: list[Any] = [RequestStub(f"{number}") for number in range(10)]
+    for _ in range(CHOOSE_SELDOM):
+        adaptive.choose(requests, [8] * 10)
+    assert chosen == [10]
+    adaptive.choose(requests, [8] * 10)
+    assert chosen == [10, 10]
+    adaptive.choose(requests[2:], [8] * 8)
+    assert chosen == [10, 10]
+    adaptive.choose(requests[3:], [8] * 7)
+    assert chosen == [10, 10, 7]
 
 
 def test_a_choice_holds_for_some_steps_unless_a_request_comes() -> None:
@@ -229,7 +254,7 @@ def test_a_choice_holds_for_some_steps_unless_a_request_comes() -> None:
 
     adaptive = Counted(8)
     requests: list[Any] = [RequestStub(f"{number}") for number in range(3)]
-    for _ in range(CHOOSE_EVERY - 1):
+    for _ in range(TRY_STEPS):
         assert adaptive.choose(requests[:2], [8, 2]).tolist() == [3, 2]
     assert chosen == [2]
     adaptive.choose(requests[:2], [8, 2])
@@ -237,6 +262,29 @@ def test_a_choice_holds_for_some_steps_unless_a_request_comes() -> None:
     assert adaptive.choose([*requests[1:]], [8, 1]).tolist() == [3, 1]
     assert adaptive.choose(requests[2:], [8]).tolist() == [1]
     assert chosen == [2, 2, 2]
+
+
+@pytest.mark.parametrize(("seconds", "num_chosen"), [(0.8, 2 + 14 + 1), (1.25, 2 + 4)])
+def test_a_try_is_short(seconds: float, num_chosen: int) -> None:
+    """`seconds`: of a step with drafts; others take 1."""
+    chosen: list[int] = []
+
+    class Always(AdaptiveDrafts):
+        def _best(self, requests: Sequence[Request], bounds: np.ndarray) -> np.ndarray:
+            chosen.append(len(requests))
+            return np.minimum(bounds, 3)
+
+    adaptive, drafted = Always(8), []
+    requests: list[Any] = [RequestStub(f"{number}") for number in range(8)]
+    for _ in range(15 * CHOOSE_EVERY):
+        counts = adaptive.choose(requests, [8] * 8)
+        drafted.append(bool(counts.any()))
+        scheduled = [ScheduledRows(one, 8, 1 + k) for one, k in zip(requests, counts.tolist(), strict=True)]
+        adaptive.computed(scheduled, seconds if counts.any() else 1.0)
+    assert drafted[:TRY_STEPS] == [True] * TRY_STEPS
+    assert drafted[TRY_STEPS : 2 * TRY_STEPS] == [False] * TRY_STEPS
+    assert drafted.count(seconds > 1) <= 2 * TRY_STEPS + 1  # a probe
+    assert len(chosen) == num_chosen
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -14,7 +14,7 @@ from baton.engine.speculation.adaptive import AdaptiveDrafts
 from baton.engine.speculation.deferred import MOST_ROWS, MOST_STEPS, DeferredRows
 from baton.engine.step_plans import DraftPlan, DraftResult
 from baton.wire import SamplingParams
-from testkit.engines import EAGLE3, Stepped, stepped
+from testkit.engines import EAGLE3, TARGET, Stepped, stepped
 from testkit.inside import kept_features
 from tests.engine.speculation.test_adaptive import auto, prompts_of
 
@@ -29,10 +29,10 @@ class Rarely(AdaptiveDrafts):
         return np.where(lengths % 11 == 0, np.minimum(np.array(most), 3), 0)
 
 
-def run(one: Stepped, waits: bool) -> tuple[list[list[list[int]]], list[list[int]], int]:
+def run(one: Stepped, deferred: DeferredRows | None) -> tuple[list[list[list[int]]], list[list[int]], int]:
     """The drafts of each pass that drafted, how many were accepted by stream, and the number of passes."""
     steps = one.core.steps
-    steps.adaptive, steps.deferred = Rarely(8), DeferredRows() if waits else None
+    steps.adaptive, steps.deferred = Rarely(8), deferred
     plans: list[DraftPlan] = []
     found: list[list[list[int]]] = []
     draft = steps.executor.draft
@@ -52,12 +52,13 @@ def run(one: Stepped, waits: bool) -> tuple[list[list[list[int]]], list[list[int
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_drafts_after_rows_that_waited_are_the_same() -> None:
-    with stepped(speculative_config=auto(EAGLE3), kv_cache_memory=8 << 20, enable_prefix_caching=False) as one:
-        drafts, accepted, passes = run(one, waits=True)
+@pytest.mark.parametrize("spec", [EAGLE3, {"method": "draft_model", "model": TARGET}], ids=lambda spec: spec["method"])
+def test_drafts_after_rows_that_waited_are_the_same(spec: dict[str, Any]) -> None:
+    with stepped(speculative_config=auto(spec), kv_cache_memory=8 << 20, enable_prefix_caching=False) as one:
+        drafts, accepted, passes = run(one, one.core.steps.deferred)
         assert drafts
         assert any(map(sum, accepted))
-        expected, expected_accepted, all_passes = run(one, waits=False)
+        expected, expected_accepted, all_passes = run(one, None)
         assert drafts == expected
         assert accepted == expected_accepted
         assert passes < all_passes / 2

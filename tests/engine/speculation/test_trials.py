@@ -40,8 +40,19 @@ def test_the_slower_is_tried_less_often_the_longer_it_is() -> None:
     tries += [tries[-1] + 1 + TRY_SELDOM, tries[-1] + 2 + 2 * TRY_SELDOM]
     found = periods(Trials(), tries[-1], 16, paid=0.9)
     assert [number for number, drafts in enumerate(found, 1) if drafts] == [1, *tries]
-    found = periods(Trials(), tries[-1], 16, paid=1.4)
+    found = periods(Trials(), tries[-1], 16, paid=1.1)
     assert [number for number, drafts in enumerate(found, 1) if not drafts] == [2, *tries]
+
+
+def test_a_long_period_does_not_skip_a_try() -> None:
+    trials = Trials()
+    assert periods(trials, 2, 16, paid=0.9) == [True, False]
+    assert periods(trials, 5, 16, paid=0.9, steps=40) == [False, False, False, False, True]
+
+
+def test_tries_lose_little_time() -> None:
+    assert periods(Trials(), 3 * TRY_AFTER, 16, paid=1.5).count(False) == 1
+    assert periods(Trials(), 3 * TRY_AFTER, 16, paid=0.5).count(True) == 1
 
 
 def test_short_periods_are_no_reason_to_try() -> None:

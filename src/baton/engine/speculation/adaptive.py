@@ -18,21 +18,22 @@ from baton.engine.speculation.acceptance_rates import AcceptanceRates, Counts
 from baton.engine.speculation.cost_model import FewRows, LinearCost
 from baton.engine.speculation.draft_choice import IntArray, RoundCosts, choose_drafts
 from baton.engine.speculation.probe import draft_probe, target_probe
-from baton.engine.speculation.trials import Trials
+from baton.engine.speculation.trials import TRY_STEPS, Trials
 
 if TYPE_CHECKING:
     from baton.engine.executor import Executor
 
 log = logging.getLogger(__name__)
 
-# Every this many choices, one in this many requests gets a draft if it has none, to detect rising acceptance.
-PROBE_EVERY, _PROBED_SHARE = 64, 8
-# In steps.
-CHOOSE_EVERY, _MEASURE_EVERY, _FIRST_STEPS = 16, 5, 64
+# After so many choices, doubled without drafts, one in this many requests gets a draft: acceptance may have risen.
+PROBE_EVERY, PROBE_SELDOM, _PROBED_SHARE = 64, 512, 8
+# In steps. No drafts hold longer, unless many requests leave.
+CHOOSE_EVERY, CHOOSE_SELDOM, _MEASURE_EVERY, _FIRST_STEPS = 16, 64, 5, 64
+_SHRUNK = 0.8
 _FIT_EVERY = 16
 # Rows beyond these numbers may cost more.
 _KNEES = (8, 24)
-# How often each few rows are measured, besides once to load kernels; fewer times after so many seconds.
+# How often few rows are measured, once kernels are loaded; fewer times after so many seconds.
 _FEW_TURNS, _FEW_S = 3, 0.5
 # A prefill leg never learns which drafts are accepted.
 SEEDED_DRAFTS = 3
@@ -54,9 +55,7 @@ class DraftCounts(Protocol):
 
 
 class AdaptiveDrafts:
-    """`timer`: seconds, for the costs of forwards. `steps_per_pass`: the drafter computes the rows of this many steps
-    at once for requests without drafts.
-    """
+    """`timer`: seconds, for costs. `steps_per_pass`: of the drafter, for requests without drafts."""
 
     def __init__(self, most: int, timer: Callable[[], float] = time.monotonic, steps_per_pass: int = 1) -> None:
         self.timer, self._max_drafts, self._steps_per_pass = timer, most, steps_per_pass
@@ -65,10 +64,11 @@ class AdaptiveDrafts:
         self.target_cost = LinearCost((1.0, 16.0, 8.0, 4096.0, 16384.0, *[16.0] * len(_KNEES)))
         self.drafter_cost = LinearCost((1.0, 16.0, 1.0, 4.0, 16.0))
         self.few_rows = FewRows()
-        self._num_choices = self._num_steps = 0
+        self._num_choices = self._num_steps = self._num_probes = 0
+        self._choose_at, self._probe_at, self._probe_wait = 0, PROBE_EVERY, PROBE_EVERY
+        self._least_requests = 0.0
         self._trials = Trials()
-        self._num_accepted = 0  # in this step
-        self._draft_s = 0.0  # of this step's drafts
+        self._num_accepted, self._draft_s = 0, 0.0  # of this step
         self._chosen: dict[str, int] = {}
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
@@ -106,20 +106,32 @@ class AdaptiveDrafts:
         bounds = np.maximum(np.array(most, dtype=np.int64), 0)
         self._num_choices += 1
         chosen = [self._chosen.get(request.request_id) for request in requests]
-        if self._num_choices % CHOOSE_EVERY == 0 or None in chosen:
-            counts = self._best(requests, bounds)
+        if self._num_choices >= self._choose_at or len(requests) < self._least_requests or None in chosen:
+            counts, steps = self._best(requests, bounds), CHOOSE_EVERY
             if not counts.any():
                 self._trials.end()
-            elif not self._trials.begin(len(requests)):
-                counts = np.zeros_like(counts)
+                steps = CHOOSE_SELDOM
+            else:
+                if not self._trials.begin(len(requests)):
+                    counts, steps = np.zeros_like(counts), CHOOSE_SELDOM
+                if self._trials.is_trying:
+                    steps = TRY_STEPS
             self._chosen = {request.request_id: k for request, k in zip(requests, counts.tolist(), strict=True)}
+            self._choose_at = self._num_choices + steps
+            self._least_requests = 0.0 if counts.any() else _SHRUNK * len(requests)
         else:
             counts = np.array(chosen, dtype=np.int64)
-        if self._num_choices % PROBE_EVERY == 0:
-            first, count = self._num_choices // PROBE_EVERY, -(-len(counts) // _PROBED_SHARE)
-            probed = (first * count + np.arange(count)) % len(counts)
-            counts[probed] = np.maximum(counts[probed], 1)
+        if self._num_choices >= self._probe_at:
+            self._probe(counts)
         return np.minimum(counts, bounds)
+
+    def _probe(self, counts: IntArray) -> None:
+        self._probe_wait = PROBE_EVERY if counts.any() else min(2 * self._probe_wait, PROBE_SELDOM)
+        self._probe_at = self._num_choices + self._probe_wait
+        self._num_probes += 1
+        count = -(-len(counts) // _PROBED_SHARE)
+        probed = (self._num_probes * count + np.arange(count)) % len(counts)
+        counts[probed] = np.maximum(counts[probed], 1)
 
     def _best(self, requests: Sequence[Request], bounds: IntArray) -> IntArray:
         survival = self._rates.survival([self._own.get(request) for request in requests])
@@ -209,9 +221,7 @@ def limit_drafts(chooser: DraftCounts, draft_rows: Sequence[DraftRows]) -> list[
 
 
 def _at_most(rows: DraftRows, most: int) -> DraftRows:
-    if rows.num_drafts <= most:
-        return rows
-    return DraftRows(rows.request, rows.features, rows.start, rows.stop, most)
+    return rows if rows.num_drafts <= most else rows._replace(num_drafts=most)
 
 
 def _parts(rows: Sequence[tuple[int, int]]) -> tuple[float, ...]:

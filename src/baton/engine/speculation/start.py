@@ -16,9 +16,8 @@ def enable_adaptive_drafts(config: EngineConfig, core: EngineCore, max_model_len
         return
     # Thread time excludes other processes; this thread takes part in all of torch's work.
     timer = time.thread_time if config.device == "cpu" and config.num_ranks == 1 else time.monotonic
-    defers = _may_wait(core)
-    core.steps.adaptive = adaptive = AdaptiveDrafts(spec.max_drafts, timer, MOST_STEPS if defers else 1)
-    core.steps.deferred = DeferredRows() if defers else None
+    core.steps.deferred = deferred = _deferred(core)
+    core.steps.adaptive = adaptive = AdaptiveDrafts(spec.max_drafts, timer, MOST_STEPS if deferred else 1)
     tables = core.cache.spare() if config.role != "prefill" else None
     if tables is None:
         return
@@ -29,7 +28,9 @@ def enable_adaptive_drafts(config: EngineConfig, core: EngineCore, max_model_len
         core.cache.release(tables)
 
 
-def _may_wait(core: EngineCore) -> bool:
-    """Whether drafter rows may wait: each entry depends only on one row's features and the next token."""
-    spec, modules = core.executor.spec, {rules.module for rules in core.cache.rules.values()}
-    return modules == {0, 1} and not spec.draft_state_groups
+def _deferred(core: EngineCore) -> DeferredRows | None:
+    """For drafters whose entries depend on tokens only, or on one row's features and the next token."""
+    modules = {rules.module for rules in core.cache.rules.values()}
+    if modules not in ({0, 1}, {0, None}) or core.executor.spec.draft_state_groups:
+        return None
+    return DeferredRows(needs_features=modules == {0, 1})

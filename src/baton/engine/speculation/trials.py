@@ -11,10 +11,12 @@ from dataclasses import dataclass
 # Of a past period's weight, per period of the same kind.
 _KEEP = 0.9
 # The model's choice stays unless steps without drafts are faster by more than this over the square root of the
-# verifications: about 1.5 standard deviations of the tokens that a verification makes.
+# verifications.
 _DOUBT = 0.75
 # Steps until the worse kind is tried again, doubled each time, and of a try: new requests make periods short.
-TRY_AFTER, TRY_SELDOM, _TRY_STEPS = 128, 1024, 8
+TRY_AFTER, TRY_SELDOM, TRY_STEPS = 128, 1024, 8
+# Of all time, lost in tries.
+_LOST = 0.01
 # Batches are compared whose sizes differ by less than this factor.
 _LIKE = 1.3
 # Times the mean.
@@ -40,6 +42,7 @@ class _Comparison:
         self.rates = {True: StepRate(), False: StepRate()}
         self._better: bool | None = None
         self._wait = self.left = TRY_AFTER  # steps, and those before the next try
+        self._tries = False
 
     def next(self) -> bool:
         """Whether a new period drafts."""
@@ -47,11 +50,20 @@ class _Comparison:
         if not with_drafts or not without:
             return not with_drafts
         better = with_drafts * (1.0 + _DOUBT / math.sqrt(self.rates[True].rows)) > without
+        lost = TRY_STEPS * (max(with_drafts, without) / min(with_drafts, without) - 1.0)
         if better != self._better:
-            self._better, self._wait, self.left = better, TRY_AFTER, TRY_AFTER
-        elif self.left <= -_TRY_STEPS:
-            self._wait = self.left = min(2 * self._wait, TRY_SELDOM)
-        return better if self.left > 0 else not better
+            self._better, self._wait, self.left = better, TRY_AFTER, max(TRY_AFTER, int(lost / _LOST))
+            self._tries = False
+        elif self._tries and self.left <= -TRY_STEPS:
+            self._wait, self._tries = min(2 * self._wait, TRY_SELDOM), False
+            self.left = max(self._wait, int(lost / _LOST))
+        elif self.left <= 0 and not self._tries:
+            self._tries, self.left = True, 0
+        return better is not self._tries
+
+    @property
+    def is_trying(self) -> bool:
+        return self._tries or not all(rate.seconds for rate in self.rates.values())
 
 
 class Trials:
@@ -71,6 +83,10 @@ class Trials:
         self._drafts = drafts
         comparison.rates[drafts].fade()
         return drafts
+
+    @property
+    def is_trying(self) -> bool:
+        return self._comparisons[self._size].is_trying
 
     def end(self) -> None:
         """Steps from now on are not compared."""
