@@ -158,7 +158,7 @@ HELP: dict[str, ErrorHelp] = {
     ),
     "unhealthy_peer": _handoff("the peer sent damaged bytes before", "check its link and memory, then restart it"),
     "unknown": _handoff("a peer gave no reason", "read its log"),
-    "unreachable_peer": _handoff("P's control address does not answer", "check `control_host`, ports and firewalls"),
+    "unreachable_peer": _handoff("P's control address does not answer", "check `control_bind`, ports and firewalls"),
 }
 
 

@@ -75,6 +75,11 @@ def directory(tmp_path: Path) -> Path:
         (["--speculative-config", '{"method": "ngram", "method": "mtp"}'], "speculative_config: has method twice"),
         (["--kv-events-config", '{"hwm": 1, "hwm": 2}'], "kv_events_config: has hwm twice"),
         (["--kv-transfer-config", '{"prefix_store": "file://x"}'], "prefix_store: must be file:///DIRECTORY, got '"),
+        (
+            ["--kv-transfer-config", '{"prefix_store": "file:///x?max_bytes=0"}'],
+            "prefix_store: file: max_bytes is at least",
+        ),
+        (["--kv-transfer-config", '{"prefix_store": "file:///x?host=::1"}'], "prefix_store: file has no option 'host'"),
         (["--override-generation-config", '{"max_new_tokens": 0}'], "config: max_new_tokens must be between 1 and"),
         (["--override-generation-config", "[]"], "override_generation_config: must be a JSON object, got []"),
         (["--served-model-name", ""], "served_model_name: must be a name, got ''"),

@@ -26,7 +26,7 @@ from baton.transports.remote import driver, mooncake
 from baton.transports.remote import remote_transport as remote_module
 from baton.transports.remote.library import BatchFailedError, Library, RemotePeer
 from baton.transports.remote.lifeline import MAX_STRANGERS, RECEIVED_BYTES, Event, Lifeline, Line
-from baton.transports.remote.remote_transport import MAX_REGIONS, RemoteTransport
+from baton.transports.remote.remote_transport import MAX_REGIONS, HostOptions, RemoteTransport
 from baton.transports.remote.tcp_buffers import LEAST_BYTES, held_bytes
 from testkit.inside import driver_of
 
@@ -339,8 +339,8 @@ def test_a_library_that_does_not_start_is_one_line() -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_peers_need_an_address_that_they_can_reach(host: str) -> None:
-    with pytest.raises(ConfigError, match="an address that peers can reach"):
-        RemoteTransport(FakeLibrary("x", True), host)
+    with pytest.raises(ValueError, match="an address that peers can reach"):
+        HostOptions(host=host)
 
 
 def test_regions_are_counted(sides: tuple[Side, Side]) -> None:

@@ -96,13 +96,18 @@ def test_a_default_holds_for_its_scheme_and_where_nothing_is_given(given: str, p
     assert query.items() >= before[1].items()
 
 
-def test_entry_point_of_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = EntryPoint("mine", f"{__name__}:make_mine", registry.__name__)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == "baton.transports" else [])
+def test_entry_points_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"mine": f"{__name__}:make_mine", "gone": "nowhere:create", "bare": f"{__name__}:nothing"}
+    points = [EntryPoint(name, value, registry.__name__) for name, value in values.items()]
+    monkeypatch.setattr(registry, "entry_points", lambda group: points if group == "baton.transports" else [])
     for uri in ("mine://?speed=fast", "faulty+mine://?speed=fast&fault=drop"):
         create_transport(uri).close()
-    with pytest.raises(ConfigError, match="known: cuda_ipc, file, local, mine, mooncake, nixl, shm"):
+    with pytest.raises(ConfigError, match="known: bare, cuda_ipc, file, gone, local, mine, mooncake, nixl, shm"):
         create_transport("yours")
+    with pytest.raises(ConfigError, match="transport: gone: nowhere:create: ModuleNotFoundError: No module named"):
+        create_transport("gone")
+    with pytest.raises(ConfigError, match=r"bare: .* AttributeError: "):
+        create_transport("bare")
 
 
 def make_mine(query: dict[str, str]) -> LocalTransport:

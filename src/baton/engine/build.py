@@ -52,12 +52,12 @@ from baton.kv.cache import KVCache
 from baton.kv.spec import GroupSpec
 from baton.kvevents.publisher import EventPublisher
 from baton.kvstore.prefix_store import PrefixStore
+from baton.kvstore.store import FileStore
 from baton.structured import Grammars
 from baton.text import Tokenizer
 from baton.transports.base import Transport
 from baton.transports.mapped.shm import ShmTransport
 from baton.transports.registry import create_transport, default_integrity
-from baton.transports.remote.file import open_store
 from baton.wire import EngineInfo, Integrity
 
 log = logging.getLogger(__name__)
@@ -334,15 +334,15 @@ def _legs(
 def _prefix_store(
     config: EngineConfig, facts: dict[str, str], cache: KVCache, kv: dict[str, GroupMemory]
 ) -> PrefixStore | None:
-    uri = config.kv_transfer_config.prefix_store
-    if uri is None:
+    options = config.kv_transfer_config.store_options()
+    if options is None:
         return None
     # Pages are stored byte for byte.
     sizes = {name: pool.page_size for name, pool in cache.pools.items()}
     model = json.dumps({**facts, "block_size": sizes, "layout": PAGE_LAYOUT}, sort_keys=True)
     pages = {name: memory.pages for name, memory in kv.items()}
     try:
-        store = open_store(uri)
+        store = FileStore(options.path, options.max_bytes)
     except ConfigError as error:
         raise ConfigError("kv_transfer_config.prefix_store", error.message) from None
     return PrefixStore(store, model, cache.pools, pages, writes=config.role != "decode")

@@ -22,10 +22,12 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import numpy as np
 import safetensors
+from msgspec import Meta
 from numpy.typing import NDArray
 from safetensors.numpy import save as encode
 
@@ -45,6 +47,17 @@ class Entry(NamedTuple):
 
     tensors: dict[str, ByteArray]
     about: dict[str, str]
+
+
+class StoreOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`max_bytes`: of all entries."""
+
+    path: Annotated[str, Meta(min_length=1)] = os.path.join("~", ".cache", "baton", "kv")
+    max_bytes: int = 8 << 30
+
+    def __post_init__(self) -> None:
+        if self.max_bytes < 1:
+            raise ValueError(f"max_bytes is at least 1, got {self.max_bytes}")
 
 
 class FileStore:

@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -129,6 +130,10 @@ class Peer(Protocol):
     def dead(self) -> bool:
         """True only if the peer's process is provably dead."""
         ...
+
+
+class TransportOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A URI's options; of this class there are none."""
 
 
 class Transport(Protocol):

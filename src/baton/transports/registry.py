@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 import msgspec
 
 from baton.errors import ConfigError
-from baton.transports.base import Transport
-from baton.transports.options import FileOptions, MooncakeOptions, NixlOptions
+from baton.transports.base import Transport, TransportOptions
 from baton.wire import Integrity
 
 NewTransport = Callable[[dict[str, str]], Transport]
@@ -26,12 +26,12 @@ _NAME = re.compile(r"[a-z][a-z0-9_+.-]*")
 
 
 class _BuiltIn(NamedTuple):
-    """`module` has a factory `create`. `opens`: kinds of devices whose memory it opens. `one_user`: only processes of
-    one user can open what it moves bytes through.
+    """`module` has a factory `create` of its options. `opens`: kinds of devices whose memory it opens. `one_user`: only
+    processes of one user can open what it moves bytes through.
     """
 
     module: str
-    options: type[msgspec.Struct] | None = None
+    options: str | None = None
     opens: tuple[str, ...] = ("cpu",)
     one_user: bool = False
 
@@ -40,9 +40,9 @@ _BUILT_IN = {
     "local": _BuiltIn("mapped.local", one_user=True),
     "shm": _BuiltIn("mapped.shm", one_user=True),
     "cuda_ipc": _BuiltIn("mapped.cuda_ipc", opens=("cuda",), one_user=True),
-    "nixl": _BuiltIn("remote.nixl", NixlOptions, opens=("cpu", "cuda")),
-    "mooncake": _BuiltIn("remote.mooncake", MooncakeOptions),
-    "file": _BuiltIn("remote.file", FileOptions),
+    "nixl": _BuiltIn("remote.nixl", "NixlOptions", opens=("cpu", "cuda")),
+    "mooncake": _BuiltIn("remote.mooncake", "MooncakeOptions"),
+    "file": _BuiltIn("remote.file", "FileOptions"),
 }
 
 
@@ -51,16 +51,12 @@ def read_options(scheme: str, query: dict[str, str], kind: type[OptionsT]) -> Op
     known = [field.name for field in msgspec.structs.fields(kind)]
     for name in query:
         if name not in known:
-            raise ConfigError("transport", f"{scheme} has no option {name!r}; known: {', '.join(known)}")
+            others = f"; known: {', '.join(known)}" if known else ", nor any other"
+            raise ConfigError("transport", f"{scheme} has no option {name!r}{others}")
     try:
         return msgspec.convert(query, kind, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError("transport", f"{scheme}: {error}") from error
-
-
-def refuse_options(scheme: str, query: dict[str, str]) -> None:
-    if query:
-        raise ConfigError("transport", f"{scheme} has no option {sorted(query)[0]!r}, nor any other")
 
 
 def parse_uri(text: str) -> tuple[str, dict[str, str]]:
@@ -68,7 +64,7 @@ def parse_uri(text: str) -> tuple[str, dict[str, str]]:
 
     Raises `ConfigError`.
     """
-    known = _factories()
+    known = _BUILT_IN.keys() | _others()
     expected = f"expected a name or scheme://?option=value, got {text!r}; known: {', '.join(sorted(known))}"
     name, _, rest = text.partition("://")
     name = name.lower()
@@ -130,9 +126,8 @@ def check_device(uri: str, device: str, field: str) -> None:
     """
     name, query = parse_uri(uri)
     scheme = name.rpartition("+")[2]
-    if name in _BUILT_IN:
-        options = _BUILT_IN[name].options
-        refuse_options(name, query) if options is None else read_options(name, query, options)
+    if query and name in _BUILT_IN:
+        _options(name, query)
     fits = built_in_transports(device)
     if device != "cpu" and name != scheme:
         raise ConfigError(field, f"{name} does not open memory of {device}; these do: {', '.join(fits)}")
@@ -152,21 +147,42 @@ def create_transport(uri: str) -> Transport:
     """`uri` may be a name. Raises `ConfigError`."""
     scheme, query = parse_uri(uri)
     _, plus, inner = scheme.rpartition("+")
-    factory: NewTransport = _factories()[inner].load()
     if not plus:
-        return factory(query)
+        return _create(inner, query)
     from baton.transports.faulty import FaultyTransport, parse_fault
 
     fault, rest = parse_fault(query)
-    return FaultyTransport(factory(rest), fault)
+    return FaultyTransport(_create(inner, rest), fault)
 
 
 def _is_of_one_user(scheme: str) -> bool:
     return scheme in _BUILT_IN and _BUILT_IN[scheme].one_user
 
 
-def _factories() -> dict[str, EntryPoint]:
-    built_in = {
-        scheme: EntryPoint(scheme, f"{__package__}.{one.module}:create", _GROUP) for scheme, one in _BUILT_IN.items()
-    }
-    return {point.name: point for point in entry_points(group=_GROUP)} | built_in
+def _create(scheme: str, query: dict[str, str]) -> Transport:
+    if scheme not in _BUILT_IN:
+        return _factory(_others()[scheme])(query)
+    transport: Transport = _module(scheme).create(_options(scheme, query))
+    return transport
+
+
+def _factory(point: EntryPoint) -> NewTransport:
+    try:
+        factory: NewTransport = point.load()
+    except Exception as error:  # another package may raise anything
+        raise ConfigError("transport", f"{point.name}: {point.value}: {type(error).__name__}: {error}") from error
+    return factory
+
+
+def _options(scheme: str, query: dict[str, str]) -> msgspec.Struct:
+    name = _BUILT_IN[scheme].options
+    kind: type[msgspec.Struct] = TransportOptions if name is None else getattr(_module(scheme), name)
+    return read_options(scheme, query, kind)
+
+
+def _module(scheme: str) -> Any:
+    return import_module(f"{__package__}.{_BUILT_IN[scheme].module}")
+
+
+def _others() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=_GROUP)}

@@ -98,9 +98,7 @@ class EngineConfig(ServingSettings):
             what = f"must be shm with several ranks, which share their pages, got {transfer.kv_transport!r}"
             if not shared:
                 raise ConfigError("kv_transfer_config.kv_transport", what)
-        store = transfer.prefix_store
-        if store is not None and not _is_store(store):
-            raise ConfigError("kv_transfer_config.prefix_store", f"must be file:///DIRECTORY, got {store!r}")
+        store = transfer.store_options()
         if store is not None and self.num_ranks > 1:
             raise ConfigError("kv_transfer_config.prefix_store", "is for engines of one rank")
         if store is not None and not self.enable_prefix_caching:
@@ -154,13 +152,6 @@ class EngineConfig(ServingSettings):
         if self.ticket_key_file is not None:
             return Path(self.ticket_key_file)
         return None if self.keys is None else ticket_key_file(self.keys)
-
-
-def _is_store(uri: str) -> bool:
-    try:
-        return parse_uri(uri)[0] == "file"
-    except ConfigError:
-        return False
 
 
 def _is_utf8(text: str) -> bool:

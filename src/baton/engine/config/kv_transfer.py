@@ -6,7 +6,9 @@ from typing import Any
 from baton.engine.config.values import refuse_unknown
 from baton.errors import ConfigError
 from baton.handoff.session.config import DEFAULT_HANDOFF_TIMEOUT_S
+from baton.kvstore.store import StoreOptions
 from baton.setting import json_object
+from baton.transports.registry import parse_uri, read_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +37,19 @@ class KVTransferConfig:
             raise ConfigError("kv_transfer_config.handoff_timeout_s", f"must be in (0, 3600], got {timeout!r}")
         given = {} if kv_transport is None else {"kv_transport": kv_transport}
         return cls(**{**data, "handoff_timeout_s": float(timeout), **given})
+
+    def store_options(self) -> StoreOptions | None:
+        """Of `prefix_store`. Raises `ConfigError`."""
+        if self.prefix_store is None:
+            return None
+        field = "kv_transfer_config.prefix_store"
+        try:
+            scheme, query = parse_uri(self.prefix_store)
+        except ConfigError:
+            scheme = ""
+        if scheme != "file":
+            raise ConfigError(field, f"must be file:///DIRECTORY, got {self.prefix_store!r}")
+        try:
+            return read_options(scheme, query, StoreOptions)
+        except ConfigError as error:
+            raise ConfigError(field, error.message) from None

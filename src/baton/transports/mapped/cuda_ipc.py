@@ -22,10 +22,9 @@ import numpy as np
 from msgspec import Meta
 
 from baton.errors import ProtocolError, TransportError
-from baton.transports.base import ByteArray, DeviceMemory, Direction
+from baton.transports.base import ByteArray, DeviceMemory, Direction, TransportOptions
 from baton.transports.batches import Runs
 from baton.transports.mapped.cuda_driver import HANDLE_BYTES, CudaDriver, Launch, check_cuda
-from baton.transports.registry import refuse_options
 from baton.transports.remote.library import Library, RemotePeer
 from baton.transports.remote.lifeline import Lifeline
 from baton.transports.remote.remote_transport import RemoteTransport
@@ -165,6 +164,5 @@ def check_allocator(environment: Mapping[str, str]) -> None:
             raise TransportError(f"cuda_ipc cannot open expandable segments: take {_EXPANDABLE} out of {name}")
 
 
-def create(query: dict[str, str]) -> RemoteTransport:
-    refuse_options("cuda_ipc", query)
+def create(options: TransportOptions) -> RemoteTransport:
     return RemoteTransport(CudaIpcLibrary(), _LOOPBACK)

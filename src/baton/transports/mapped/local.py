@@ -7,9 +7,8 @@ import secrets
 import numpy as np
 
 from baton.errors import ProtocolError, TransportError
-from baton.transports.base import ByteArray
+from baton.transports.base import ByteArray, TransportOptions
 from baton.transports.mapped.memory_transport import MemoryPeer, MemoryTransport
-from baton.transports.registry import refuse_options
 
 _open: dict[bytes, list[ByteArray]] = {}
 
@@ -52,6 +51,5 @@ class LocalTransport(MemoryTransport):
             _open.pop(self._descriptor, None)
 
 
-def create(query: dict[str, str]) -> LocalTransport:
-    refuse_options("local", query)
+def create(options: TransportOptions) -> LocalTransport:
     return LocalTransport()

@@ -26,13 +26,12 @@ import numpy as np
 from msgspec import Meta
 
 from baton.errors import ProtocolError, TransportError
-from baton.transports.base import ByteArray, Peer, close_at_exit
+from baton.transports.base import ByteArray, Peer, TransportOptions, close_at_exit
 from baton.transports.mapped.memory_transport import MemoryPeer, MemoryTransport
 from baton.transports.mapped.mover import Mover
 from baton.transports.mapped.populate import populate_beside
 from baton.transports.mapped.segments import SEGMENT_NAME, SHM_DIR, remove_stale_segments
 from baton.transports.process import ProcessWatch, own_host_key, process_start_ticks
-from baton.transports.registry import refuse_options
 
 _PID_LIMIT = 1 << 31
 _MAX_DESCRIPTOR = 1 << 16
@@ -239,6 +238,5 @@ def _open_segment(segment: _SegmentName) -> int:
     return fd
 
 
-def create(query: dict[str, str]) -> ShmTransport:
-    refuse_options("shm", query)
+def create(options: TransportOptions) -> ShmTransport:
     return ShmTransport()

@@ -18,16 +18,14 @@ import numpy as np
 
 from baton.errors import BatonError, ProtocolError, TransportError
 from baton.kv.geometry import CopyList
-from baton.kvstore.store import FileStore
+from baton.kvstore.store import FileStore, StoreOptions
 from baton.kvstore.threads import started_executor
 from baton.transports.base import ByteArray, Direction
 from baton.transports.batches import BATCH_BYTES, Runs
 from baton.transports.copying import copy_runs
-from baton.transports.options import FileOptions, StoreOptions
-from baton.transports.registry import parse_uri, read_options
 from baton.transports.remote.library import BatchFailedError, Library, RemotePeer
 from baton.transports.remote.lifeline import Lifeline, Line
-from baton.transports.remote.remote_transport import RemoteTransport
+from baton.transports.remote.remote_transport import RemoteTransport, check_host
 
 _WORKERS = 16  # a shared file system is slow, but serves several requests at a time
 _TENSOR = "bytes"
@@ -62,6 +60,14 @@ class Batch:
     far: Runs
     work: Future[None] | None = None
     answer: _Answer | None = None
+
+
+class FileOptions(StoreOptions, frozen=True, kw_only=True):
+    host: str = "127.0.0.1"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_host(self.host)
 
 
 class FileLibrary(Library):
@@ -224,12 +230,5 @@ def _locate(spans: list[ByteArray], runs: Runs) -> tuple[ByteArray, Runs, Runs]:
     raise ProtocolError("a run lies outside the registered regions")
 
 
-def open_store(uri: str) -> FileStore:
-    """`file:///DIRECTORY?max_bytes=N`. Raises `ConfigError`."""
-    options = read_options(*parse_uri(uri), StoreOptions)
-    return FileStore(options.path, options.max_bytes)
-
-
-def create(query: dict[str, str]) -> RemoteTransport:
-    options = read_options("file", query, FileOptions)
+def create(options: FileOptions) -> RemoteTransport:
     return RemoteTransport(FileLibrary(options), options.host)

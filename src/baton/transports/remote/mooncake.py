@@ -16,21 +16,24 @@ import ipaddress
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Literal
 
 from baton.errors import ConfigError, ProtocolError, TransportError
 from baton.kvstore.threads import started_executor
 from baton.transports.base import ByteArray, Direction
 from baton.transports.batches import Runs
-from baton.transports.options import MooncakeOptions
-from baton.transports.registry import read_options
 from baton.transports.remote.library import Library, RemotePeer
 from baton.transports.remote.lifeline import Lifeline
-from baton.transports.remote.remote_transport import RemoteTransport
+from baton.transports.remote.remote_transport import HostOptions, RemoteTransport
 from baton.transports.remote.tcp_buffers import held_bytes
 
 _ROUND_BYTES = 64 << 10  # the loop reads at most this much of a socket per round
 _MAX_PEERS = 64  # batches at a time, one per peer
+
+
+class MooncakeOptions(HostOptions, frozen=True, kw_only=True):
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    device: str = ""
 
 
 class MooncakeLibrary(Library):
@@ -128,6 +131,5 @@ def _hint(library: str) -> str:
     return f"apt-get install {package}" if package else "install the package that holds this library"
 
 
-def create(query: dict[str, str]) -> RemoteTransport:
-    options = read_options("mooncake", query, MooncakeOptions)
+def create(options: MooncakeOptions) -> RemoteTransport:
     return RemoteTransport(MooncakeLibrary(options), options.host)

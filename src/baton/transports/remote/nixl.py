@@ -22,17 +22,19 @@ import numpy as np
 from baton.errors import ConfigError, ProtocolError, TransportError
 from baton.transports.base import ByteArray, DeviceMemory, Direction
 from baton.transports.batches import Runs
-from baton.transports.options import NixlOptions
-from baton.transports.registry import read_options
 from baton.transports.remote.library import Library, RemotePeer
 from baton.transports.remote.lifeline import Lifeline
-from baton.transports.remote.remote_transport import RemoteTransport
+from baton.transports.remote.remote_transport import HostOptions, RemoteTransport
 from baton.transports.remote.tcp_buffers import held_bytes
 
 _SEGMENT_BYTES = 8 << 10  # received from each socket in a round of progress
 _MARGIN = 2  # segments may be shorter
 _CLOSE_ROUNDS = 64
 _TURN_ROUNDS = 16
+
+
+class NixlOptions(HostOptions, frozen=True, kw_only=True):
+    backend: str = "UCX"
 
 
 class NixlLibrary(Library):
@@ -138,6 +140,5 @@ def load_api() -> Any:
     raise ConfigError("transport", "nixl:// needs the package nixl-cu12: pip install 'baton-serve[nixl]'")
 
 
-def create(query: dict[str, str]) -> RemoteTransport:
-    options = read_options("nixl", query, NixlOptions)
+def create(options: NixlOptions) -> RemoteTransport:
     return RemoteTransport(NixlLibrary(options), options.host)

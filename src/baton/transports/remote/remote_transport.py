@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import mmap
 import threading
 import time
@@ -12,7 +13,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from baton.errors import BatonError, ConfigError, ProtocolError, TransportError
+from baton.errors import BatonError, ProtocolError, TransportError
 from baton.kv.geometry import CopyList
 from baton.transports.base import (
     ByteArray,
@@ -21,6 +22,7 @@ from baton.transports.base import (
     Operation,
     Peer,
     Region,
+    TransportOptions,
     check_copies,
     check_regions,
     close_at_exit,
@@ -28,7 +30,6 @@ from baton.transports.base import (
     source_and_dest,
 )
 from baton.transports.batches import Job, make_job
-from baton.transports.options import check_host
 from baton.transports.process import Contact, ProcessWatch, check_contact
 from baton.transports.remote.driver import CALL_TIMEOUT_S, Driver
 from baton.transports.remote.library import Library, RemotePeer
@@ -51,16 +52,28 @@ class RemoteDescriptor(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
     device: int | None = None
 
 
+class HostOptions(TransportOptions, frozen=True, kw_only=True):
+    host: str = "127.0.0.1"
+
+    def __post_init__(self) -> None:
+        check_host(self.host)
+
+
+def check_host(host: str) -> None:
+    """Raises `ValueError`."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        raise ValueError(f"host is a numeric address, got {host!r}") from None
+    if address.is_unspecified:
+        raise ValueError(f"host is an address that peers can reach, got {host!r}")
+
+
 class RemoteTransport:
     """Regions may be anywhere in host memory, with some libraries on a device."""
 
     def __init__(self, library: Library, host: str) -> None:
-        """`host`: the numeric address of the lifeline. Raises `ConfigError` for another address, and as
-        `Library.start`."""
-        try:
-            check_host(host)
-        except ValueError as error:
-            raise ConfigError("transport", f"{library.scheme}: {error}") from error
+        """`host`: the lifeline's address. Raises as `Library.start`."""
         self.scheme = library.scheme
         self._library = library
         self._lock = threading.Lock()
