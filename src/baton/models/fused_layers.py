@@ -21,7 +21,7 @@ from baton.models.layers.layernorm import RMSNorm
 from baton.models.layers.linear import Linear
 from baton.models.layers.rotary import Rotary
 
-# Their activations stay in the cache.
+# Their activations stay cached.
 BLOCK_ROWS = 512
 # Of the narrowest product, per thread. With fewer, oneDNN is faster beyond `MAX_ROWS`.
 _LEAST_PIECES = 4

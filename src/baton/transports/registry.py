@@ -64,17 +64,15 @@ def parse_uri(text: str) -> tuple[str, dict[str, str]]:
 
     Raises `ConfigError`.
     """
-    known = _BUILT_IN.keys() | _others()
-    expected = f"expected a name or scheme://?option=value, got {text!r}; known: {', '.join(sorted(known))}"
     name, _, rest = text.partition("://")
     name = name.lower()
     try:
         # A name may have an underscore, a scheme of RFC 3986 has none.
         parts = urlsplit(f"transport://{rest}")
     except ValueError:
-        raise ConfigError("transport", expected) from None
+        raise _malformed(text) from None
     if not _NAME.fullmatch(name) or parts.netloc or parts.fragment or "//" in parts.path:
-        raise ConfigError("transport", expected)
+        raise _malformed(text)
     pairs = parse_qsl(parts.query, keep_blank_values=True)
     if parts.path not in ("", "/"):
         pairs.append(("path", unquote(parts.path)))
@@ -84,9 +82,17 @@ def parse_uri(text: str) -> tuple[str, dict[str, str]]:
     outer, plus, inner = name.rpartition("+")
     if plus and outer != "faulty":
         raise ConfigError("transport", f"unknown wrapper {outer!r} in {text!r}; known: faulty")
-    if inner not in known:
-        raise ConfigError("transport", f"unknown transport {inner!r}; known: {', '.join(sorted(known))}")
+    if inner not in _BUILT_IN and inner not in _others():
+        raise ConfigError("transport", f"unknown transport {inner!r}; known: {_known()}")
     return name, query
+
+
+def _malformed(text: str) -> ConfigError:
+    return ConfigError("transport", f"expected a name or scheme://?option=value, got {text!r}; known: {_known()}")
+
+
+def _known() -> str:
+    return ", ".join(sorted(_BUILT_IN.keys() | _others()))
 
 
 def transport_name(text: str) -> str:

@@ -42,6 +42,8 @@ BIG_PROBE = 1 << 22
 TALL = 64
 _PACKED_ROWS = 16
 _PACKED_DTYPES = (torch.float32, torch.bfloat16)
+# That oneDNN multiplies.
+_MULTIPLIED: set[tuple[torch.dtype, torch.Size]] = set()
 
 
 WeightCut = tuple[int, Share]
@@ -72,7 +74,9 @@ def packed(weight: Tensor) -> Tensor | None:
         if weight.dtype is torch.bfloat16 and not operators._is_mkldnn_bf16_supported():
             return None
         blocked = cast(Tensor, operators._reorder_linear_weight(weight, _PACKED_ROWS))
-        operators._linear_pointwise(weight.new_zeros(1, weight.shape[1]), blocked, None, "none", [], "")
+        if (kind := (weight.dtype, weight.shape)) not in _MULTIPLIED:
+            operators._linear_pointwise(weight.new_zeros(1, weight.shape[1]), blocked, None, "none", [], "")
+            _MULTIPLIED.add(kind)
     except (AttributeError, RuntimeError):
         return None
     return blocked
