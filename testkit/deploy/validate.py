@@ -40,7 +40,10 @@ process.exit(status);
 
 
 def main(version: str = "1.34") -> int:
-    validator = importlib.import_module("kubernetes_validate")
+    try:
+        validator = importlib.import_module("kubernetes_validate")
+    except ModuleNotFoundError:
+        raise SystemExit("needs the package of: pip install kubernetes-validate") from None
     status = 0
     custom: list[tuple[str, dict[str, Any]]] = []
     for file in sorted(DEPLOY.glob("kubernetes*.yaml")):
