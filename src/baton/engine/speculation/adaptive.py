@@ -221,7 +221,7 @@ def limit_drafts(chooser: DraftCounts, draft_rows: Sequence[DraftRows]) -> list[
 
 
 def _at_most(rows: DraftRows, most: int) -> DraftRows:
-    return rows if rows.num_drafts <= most else rows._replace(num_drafts=most)
+    return rows if rows.num_drafts <= most else DraftRows(*rows[:4], most)
 
 
 def _parts(rows: Sequence[tuple[int, int]]) -> tuple[float, ...]:

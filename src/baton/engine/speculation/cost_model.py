@@ -7,6 +7,7 @@ coefficients of at least 0; one that recent forwards do not determine keeps its 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -46,11 +47,12 @@ class LinearCost:
         old = self._coefficients
         inertia = _INERTIA * np.maximum(self._squares.diagonal(), 1e-12)
         squares, products = self._squares + np.diag(inertia), self._products + inertia * old
-        coefficients = old.copy()
+        rows, wanted, coefficients = squares.tolist(), products.tolist(), old.tolist()
         for _ in range(_SWEEPS):
-            for i, row in enumerate(squares):
-                coefficients[i] = max(0.0, coefficients[i] + (products[i] - row @ coefficients) / row[i])
-        self._coefficients = coefficients
+            for i, row in enumerate(rows):
+                left = wanted[i] - sum(map(operator.mul, row, coefficients))
+                coefficients[i] = max(0.0, coefficients[i] + left / row[i])
+        self._coefficients = np.array(coefficients)
 
     def each(self) -> FloatArray:
         return self._coefficients / self._scales
