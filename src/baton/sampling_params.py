@@ -66,7 +66,6 @@ _RANGES = {
     "frequency_penalty": (-2.0, 2.0),
     "repetition_penalty": (0.01, 100.0),
 }
-_RULES = {param: f"between {low:g} and {high:g}" for param, (low, high) in _RANGES.items()}
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,23 +104,32 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def _need(self, ok: bool, param: str, rule: str) -> None:
         if not ok:
-            raise RequestError(f"{param} must be {rule}, got {reprlib.repr(getattr(self, param))}", param)
+            raise self._refusal(param, rule)
+
+    def _refusal(self, param: str, rule: str) -> RequestError:
+        return RequestError(f"{param} must be {rule}, got {reprlib.repr(getattr(self, param))}", param)
 
     def _check_numbers(self) -> None:
-        need = self._need
         least = 1 if self.prompt_logprobs is None else 0
-        need(least <= self.max_tokens <= MAX_TOKEN_ID, "max_tokens", f"between {least} and {MAX_TOKEN_ID}")
-        need(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "between 0 and max_tokens")
+        if not least <= self.max_tokens <= MAX_TOKEN_ID:
+            raise self._refusal("max_tokens", f"between {least} and {MAX_TOKEN_ID}")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise self._refusal("min_tokens", "between 0 and max_tokens")
         for param, (low, high) in _RANGES.items():
             # NaN fails the comparison.
-            need(low <= getattr(self, param) <= high, param, _RULES[param])
-        need(0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]")
-        need(-1 <= self.top_k <= MAX_TOKEN_ID, "top_k", f"-1, 0 (all) or at most {MAX_TOKEN_ID}")
-        need(self.seed is None or -(2**63) <= self.seed <= MAX_WORD, "seed", "between -2**63 and 2**64 - 1")
-        need(0 <= self.sample_index <= MAX_WORD, "sample_index", "between 0 and 2**64 - 1")
-        for param in ("logprobs", "prompt_logprobs"):
-            count = getattr(self, param)
-            need(count is None or 0 <= count <= MAX_LOGPROBS, param, f"0 to {MAX_LOGPROBS}")
+            if not low <= getattr(self, param) <= high:
+                raise self._refusal(param, f"between {low:g} and {high:g}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise self._refusal("top_p", "in (0, 1]")
+        if not -1 <= self.top_k <= MAX_TOKEN_ID:
+            raise self._refusal("top_k", f"-1, 0 (all) or at most {MAX_TOKEN_ID}")
+        if self.seed is not None and not -(2**63) <= self.seed <= MAX_WORD:
+            raise self._refusal("seed", "between -2**63 and 2**64 - 1")
+        if not 0 <= self.sample_index <= MAX_WORD:
+            raise self._refusal("sample_index", "between 0 and 2**64 - 1")
+        for param, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None and not 0 <= count <= MAX_LOGPROBS:
+                raise self._refusal(param, f"0 to {MAX_LOGPROBS}")
 
     def _check_texts(self) -> None:
         for param, most, most_chars in (

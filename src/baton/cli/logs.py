@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import calendar
+import functools
 import json
 import logging
 import os
@@ -24,7 +25,12 @@ logger = logging.getLogger("baton")
 
 
 def _time_of(record: logging.LogRecord) -> str:
-    return f"{time.strftime(_DATE, time.gmtime(record.created))}.{int(record.msecs):03d}Z"
+    return f"{_second(int(record.created))}.{int(record.msecs):03d}Z"
+
+
+@functools.lru_cache(1)
+def _second(since_1970: int) -> str:
+    return time.strftime(_DATE, time.gmtime(since_1970))
 
 
 class _Text(logging.Formatter):
@@ -32,7 +38,7 @@ class _Text(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         head = f"{_time_of(record)} {record.levelname} {record.name}: "
-        return "\n".join(head + line for line in super().format(record).splitlines() or [""])
+        return "\n".join([head + line for line in super().format(record).splitlines() or [""]])
 
 
 class _Json(logging.Formatter):

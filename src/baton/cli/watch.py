@@ -52,7 +52,7 @@ async def read_status(url: str, limits: Limits = _LIMITS) -> dict[str, Any]:
     timeout = aiohttp.ClientTimeout(total=limits.answer_s)
     with convert_errors(url, EngineUnavailableError):
         async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"{url}/status") as response:
-            return _checked(url, await read_body(response, limits.num_bytes))
+            return _checked(url, await read_body(response.content, limits.num_bytes))
 
 
 async def watch_events(url: str, live: bool, limits: Limits = _LIMITS) -> None:

@@ -72,16 +72,16 @@ def error_line(error: Exception) -> str:
     return printable_line(str(error) or type(error).__name__)
 
 
-async def read_body(response: aiohttp.ClientResponse, limit: int) -> bytes:
+async def read_body(content: aiohttp.StreamReader, limit: int) -> bytes:
     """Raises `ProtocolError` above `limit` bytes."""
-    body = await _read_start(response, limit)
+    body = await _read_start(content, limit)
     if len(body) > limit:
         raise ProtocolError(f"the answer is larger than {limit} bytes")
     return body
 
 
-async def read_refusal(response: aiohttp.ClientResponse) -> bytes:
-    return (await _read_start(response, _MAX_REFUSAL_BYTES))[:_MAX_REFUSAL_BYTES]
+async def read_refusal(content: aiohttp.StreamReader) -> bytes:
+    return (await _read_start(content, _MAX_REFUSAL_BYTES))[:_MAX_REFUSAL_BYTES]
 
 
 def read_event(line: bytes, url: str) -> Completion | Literal["done"] | None:
@@ -172,7 +172,7 @@ class OpenAIClient:
 
     async def fetch(self, method: str, url: str, body: dict[str, Any] | None = None) -> bytes:
         async with self._answer(method, url, body) as response:
-            return await read_body(response, MAX_BODY_BYTES)
+            return await read_body(response.content, MAX_BODY_BYTES)
 
     @contextlib.asynccontextmanager
     async def _answer(
@@ -194,7 +194,7 @@ def _with_choices(completion: Completion) -> Completion:
 
 
 async def _refused(response: aiohttp.ClientResponse, url: str) -> EngineUnavailableError | OverloadedError:
-    body, status = await read_refusal(response), response.status
+    body, status = await read_refusal(response.content), response.status
     text = read_error(body).message or body.decode(errors="replace")
     if 300 <= status < 400:
         text = "redirects are not followed"
@@ -202,9 +202,9 @@ async def _refused(response: aiohttp.ClientResponse, url: str) -> EngineUnavaila
     return OverloadedError(message) if status == 429 else EngineUnavailableError(message, status)
 
 
-async def _read_start(response: aiohttp.ClientResponse, limit: int) -> bytes:
+async def _read_start(content: aiohttp.StreamReader, limit: int) -> bytes:
     body = bytearray()
-    while part := await response.content.readany():
+    while part := await content.readany():
         body += part
         if len(body) > limit:
             break

@@ -90,15 +90,16 @@ def is_empty(field: msgspec.Raw) -> bool:
 
 def refuse_unserved(fields: Mapping[str, msgspec.Raw], also: Mapping[str, Refused] = NOTHING_ELSE) -> None:
     """Raise `RequestError` for an unsupported value. `also`: more refused fields."""
-    refusals = {**REFUSED, **also}
-    for name in fields.keys() & (refusals.keys() | FORBIDDEN):
-        raw = memoryview(fields[name])
+    for name, field in fields.items():
+        refused = also.get(name) or REFUSED.get(name)
+        if refused is None and name not in FORBIDDEN:
+            continue
+        raw = memoryview(field)
         value = msgspec.json.decode(raw) if len(raw) <= _MAX_NEUTRAL_BYTES else raw
         if value is None:
             continue
-        if name in FORBIDDEN:
+        if refused is None or name in FORBIDDEN:
             log.warning("refused a client's request that sets %s", name)
             raise RequestError(f"{name} {_HANDOFF}", name)
-        refused = refusals[name]
         if value not in ([], {}) and not any(value == v and type(value) is type(v) for v in refused.neutral):
             raise RequestError(f"{name} {refused.why}", name)

@@ -139,19 +139,20 @@ class OpenAIService:
                     if index in plain and delta.finish_reason is None:
                         yield plain[index].event(delta.text)
                         continue
-                    event = fmt.stream_event(plan, index, delta, outputs[index], index not in begun)
+                    is_first = index not in begun
+                    begun.add(index)
+                    event = fmt.stream_event(plan, index, delta, outputs[index], is_first)
                     if plan.continuous_usage:
                         event["usage"] = fmt.usage_so_far(plan, index, counts[index])
-                    if is_plain and index not in begun:
+                    num_running -= delta.finish_reason is not None
+                    if not num_running:
+                        last = fmt.encode_event(event)
+                        continue
+                    yield fmt.encode_event(event)
+                    if is_plain and is_first:
                         plain[index] = fmt.PlainEvents(plan, index, outputs[index])
                         if short_cut is not None:
                             short_cut.plain = plain[index]
-                    begun.add(index)
-                    num_running -= delta.finish_reason is not None
-                    if num_running:
-                        yield fmt.encode_event(event)
-                    else:
-                        last = fmt.encode_event(event)
         except Exception as error:
             if not begun:
                 raise

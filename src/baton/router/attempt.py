@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from baton.errors import is_refusal, reason_label
@@ -30,14 +31,26 @@ class RequestProgress:
 
 @dataclass(slots=True)
 class RunningAttempt:
-    """The chunks of one attempt; call `note` with each. `prefilled`: called with the first chunk, when the prompt is
-    computed. `failures`: errors of handoffs by reason; None: no handoff.
+    """The chunks of one attempt; call `note` with each. `counted`: its legs. `prefilled`: called with the first
+    chunk, when the prompt is computed. `failures`: errors of handoffs by reason; None: no handoff.
     """
 
     chunks: LegChunks
-    prefilled: list[Callable[[], None]]
+    counted: Sequence[AbstractContextManager[Callable[[], None]]]
+    prefilled: list[Callable[[], None]] = field(default_factory=list)
     failures: Counter[str] | None = None
     outcome: HandoffOutcome = "aborted"
+
+    async def __aenter__(self) -> RunningAttempt:
+        self.prefilled = [leg.__enter__() for leg in self.counted]
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        try:
+            await self.chunks.aclose()
+        finally:
+            for leg in self.counted:
+                leg.__exit__(None, None, None)
 
     def note(self, chunk: TokenChunk, leg: LegRole) -> None:
         """Raises `LegFailed` for an error that another attempt may recover from."""

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import AbstractAsyncContextManager
 
 from baton.openai.http.metrics import Row, counter, gauge
 from baton.router.admission.fair_queue import FairQueue
 from baton.router.admission.tenants import Standing, Tenant
 from baton.router.workers.loads import WorkerLoads
 
-# To look for engines that joined or recovered.
+# For engines that joined.
 _LOOK_AGAIN_S = 0.25
-# To look for slots that other processes free.
+# For slots of other processes.
 _LOOK_BESIDE_S = 0.01
 _ANYBODY = Standing()
 _NO_TENANTS: Mapping[str, Tenant] = {}
+
+
+class _Slot:
+    __slots__ = ("_limit", "_output", "_standing")
+
+    def __init__(self, limit: ConcurrencyLimit, standing: Standing, output: Sized) -> None:
+        self._limit, self._standing, self._output = limit, standing, output
+
+    async def __aenter__(self) -> None:
+        await self._limit.begin(self._standing)
+
+    async def __aexit__(self, *error: object) -> None:
+        self._limit.end(self._standing, len(self._output))
 
 
 class ConcurrencyLimit:
@@ -38,26 +51,27 @@ class ConcurrencyLimit:
         self._queue: FairQueue[asyncio.Event] = FairQueue(tenants)
         self.num_running = 0
 
-    @contextlib.asynccontextmanager
-    async def slot(self, standing: Standing = _ANYBODY, output: Sized = ()) -> AsyncIterator[None]:
+    def slot(self, standing: Standing = _ANYBODY, output: Sized = ()) -> AbstractAsyncContextManager[None]:
         """Wait for a slot. `output`: returns the tokens generated for the tenant, at the end.
 
         Raises `OverloadedError`.
         """
-        mine, tenant, now = asyncio.Event(), standing.tenant, asyncio.get_running_loop().time
+        return _Slot(self, standing, output)
+
+    async def begin(self, standing: Standing) -> None:
+        mine = asyncio.Event()
         self._queue.push(mine, standing)
         if not self._may_run(mine):
-            await self._wait_turn(mine, tenant)
-        self._queue.take(now())
+            await self._wait_turn(mine, standing.tenant)
+        self._queue.take(asyncio.get_running_loop().time())
         self._count(1)
         self._wake()
-        try:
-            yield
-        finally:
-            self._count(-1)
-            self._queue.charge(tenant, len(output))
-            self._queue.end(tenant)
-            self._wake()
+
+    def end(self, standing: Standing, num_tokens: int) -> None:
+        self._count(-1)
+        self._queue.charge(standing.tenant, num_tokens)
+        self._queue.end(standing.tenant)
+        self._wake()
 
     def rows(self) -> Iterator[Row]:
         """For `/metrics`."""

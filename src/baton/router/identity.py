@@ -45,20 +45,20 @@ class PoolIdentity:
 
     def model(self) -> ServedModel:
         """Raises `EngineUnavailableError`."""
-        if self._model is None:
-            raise EngineUnavailableError("no engine has been reached yet")
-        infos = [e.info for e in self._engines() if e.info is not None]
-        length = self._bound_length or min([self._model.max_model_len, *(info.max_model_len for info in infos)])
-        drafts = max([self._model.num_speculative_tokens, *(info.num_speculative_tokens for info in infos)])
-        named: dict[str, set[str]] = {}
-        for info in infos:
-            for name, adapter in info.adapters.items():
-                named.setdefault(name, set()).add(adapter)
-        # A name of different files is ambiguous.
-        adapters = {
-            name: next(iter(found)) for name, found in named.items() if len(found) == 1 and name != self._model.name
-        }
         model = self._model
+        if model is None:
+            raise EngineUnavailableError("no engine has been reached yet")
+        length, drafts = model.max_model_len, model.num_speculative_tokens
+        named: dict[str, set[str]] = {}
+        for engine in self._engines():
+            if (info := engine.info) is not None:
+                length = min(length, info.max_model_len)
+                drafts = max(drafts, info.num_speculative_tokens)
+                for name, adapter in info.adapters.items():
+                    named.setdefault(name, set()).add(adapter)
+        length = self._bound_length or length
+        # A name of different files is ambiguous.
+        adapters = {name: found.pop() for name, found in named.items() if len(found) == 1 and name != model.name}
         if (length, drafts, adapters) == (model.max_model_len, model.num_speculative_tokens, model.adapters):
             return model
         return dataclasses.replace(model, max_model_len=length, num_speculative_tokens=drafts, adapters=adapters)

@@ -126,7 +126,11 @@ class KnownPrefixes:
         if not self._step or not self._blocks:
             return 0
         chain, since = prompt.chain(), self._clock() - self._expiry_s
-        num = next((i for i, block in enumerate(chain) if self._blocks.get(block, since) <= since), len(chain))
+        num = 0
+        for block in chain:
+            if self._blocks.get(block, since) <= since:
+                break
+            num += 1
         num_tokens = min(num * BLOCK_TOKENS, len(prompt.tokens) - 1)
         return num_tokens // self._step * self._step
 

@@ -119,9 +119,10 @@ class RouterBackend:
                 while True:
                     rest = joined.rest(progress.attempt, now() - began)
                     route = await self._next_route(progress, rest)
-                    observed.on_route(route.why, route.names)
+                    names = route.names
+                    observed.on_route(route.why, names)
                     if on_route is not None:
-                        on_route(route.why, route.names)
+                        on_route(route.why, names)
                     num_known = len(joined.token_ids)
                     try:
                         may_move = functools.partial(self._may_move, joined, rest, progress.fruitless)
@@ -274,11 +275,9 @@ class RouterBackend:
             if legs.on_end is not None and (telling := legs.on_end(outcome)) is not None:
                 self._run_in_background(telling, self.pool.timers.tell)
 
-    @contextlib.asynccontextmanager
-    async def _joining(
+    def _joining(
         self, request: GenerateRequest, route: Route, legs: Legs, kv_mode: Mode, may_move: MayMove, items: LegItems
-    ) -> AsyncIterator[RunningAttempt]:
-        """Run both legs, which count towards their engines' load meanwhile."""
+    ) -> RunningAttempt:
         engines = {leg: route.engine(leg) for leg in legs.chunks}
         watches = self.observer.watch_legs(request.request_id, engines, kv_mode)
         if self.hand_backs.enabled and "prefill" in engines:
@@ -289,15 +288,12 @@ class RouterBackend:
         def on_lost(leg: LegRole) -> OnLost:
             return lambda error: items.put_nowait((leg, error))
 
-        with contextlib.ExitStack() as counted:
-            prefilled = []
-            for leg, engine in engines.items():
-                charge = route.charges.get(leg, Charge())
-                counting = engine.leg(on_lost(leg), functools.partial(may_move, engine), charge)
-                prefilled.append(counted.enter_context(counting))
-            joining = join_legs(legs.chunks, items, self._drain, legs.notices, legs.first_token_wait_s, watches)
-            async with contextlib.aclosing(joining) as joined:
-                yield RunningAttempt(joined, prefilled)
+        counted = [
+            engine.leg(on_lost(leg), functools.partial(may_move, engine), route.charges.get(leg, Charge()))
+            for leg, engine in engines.items()
+        ]
+        joined = join_legs(legs.chunks, items, self._drain, legs.notices, legs.first_token_wait_s, watches)
+        return RunningAttempt(joined, counted)
 
     async def _is_near_tie(self, joined: Joined, mismatch: TokenMismatch, prefill: PooledEngine) -> bool:
         if self._near_tie <= 0.0:

@@ -98,6 +98,8 @@ class Routes:
         self._pool, self._policies = pool, policies
         self._max_local = max_local_prefill_length
         self._hand_backs = hand_backs
+        hands_back = hand_backs is not None and hand_backs.enabled
+        self._learns = bool(max_local_prefill_length) or policies.uses_prefixes or hands_back
 
     @property
     def config(self) -> PolicyConfig:
@@ -190,11 +192,6 @@ class Routes:
             route.prefill.known.learn(prompt)
         charges: dict[LegRole, Charge] = {"prefill": charge, "decode": Charge(0, tokens)}
         return replace(route, hand_back=back, charges=charges, prompt=prompt)
-
-    @property
-    def _learns(self) -> bool:
-        hands_back = self._hand_backs is not None and self._hand_backs.enabled
-        return bool(self._max_local) or self._policies.uses_prefixes or hands_back
 
     def served(self, route: Route, request: GenerateRequest, output: Sequence[int]) -> None:
         """The decode engine now holds the KV of the request and its `output`, except for the last token."""

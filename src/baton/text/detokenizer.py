@@ -34,13 +34,16 @@ class IncrementalDetokenizer:
         self._in_bytes = False
         context = [i for i in prompt_ids[-4 * _CONTEXT_TOKENS :] if i not in self._hidden]
         self._window = context[-_CONTEXT_TOKENS:]
-        for token_id in self._window:
+        last: list[bytes] = []  # of the last character
+        for token_id in reversed(self._window):
             raw = self._spelling.raw(token_id)
-            self._in_bytes = raw is not None
             if raw is None:
-                self._utf8.reset()
-            else:
-                self._utf8.decode(raw)
+                break
+            self._in_bytes = True
+            last.append(raw)
+            if raw and raw.isascii():
+                break
+        self._utf8.decode(b"".join(reversed(last)))
         # Bytes of a character that the output may complete.
         self._begun = bytes(self._utf8.getstate()[0])
         self._is_open = bool(self._begun)  # within a character

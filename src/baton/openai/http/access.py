@@ -79,7 +79,7 @@ class Access:
         }
         return web.Response(status=204, headers=headers)
 
-    async def allow_origin(self, request: web.Request, response: web.StreamResponse) -> None:
+    def allow_origin(self, request: web.Request, response: web.StreamResponse) -> None:
         if self.allowed_origins:
             response.headers.add("Vary", "Origin")
         if (origin := self.origin_of(request)) is not None:
@@ -117,7 +117,7 @@ class ApiKeys:
         return 1 + known.index(True) % len(self._digests) if any(known) else None
 
 
-async def name_response(request: web.Request, response: web.StreamResponse) -> None:
+def name_response(request: web.Request, response: web.StreamResponse) -> None:
     caller = CALLER.get()
     response.headers[REQUEST_ID] = request_id_of(request.headers) if caller is None else caller.request_id
 

@@ -126,7 +126,7 @@ def new_app(
             metrics.requests[endpoint, status] += 1
 
     app = web.Application(middlewares=[shape_errors])
-    app.on_response_prepare.extend((name_response, access.allow_origin, _shape_expectation))
+    app.on_response_prepare.append(_preparing(access))
     if (context := access.tls()) is not None:
         app[TLS] = context
     app[DRAIN], app[LIMITS], app[BODIES], app[KEYS] = drain, limits, Bodies(limits), keys
@@ -205,7 +205,16 @@ def _allowing(error: web.HTTPException, reply: web.Response) -> web.Response:
     return reply
 
 
-async def _shape_expectation(request: web.Request, response: web.StreamResponse) -> None:
+def _preparing(access: Access) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
+    async def prepare(request: web.Request, response: web.StreamResponse) -> None:
+        name_response(request, response)
+        access.allow_origin(request, response)
+        _shape_expectation(response)
+
+    return prepare
+
+
+def _shape_expectation(response: web.StreamResponse) -> None:
     """aiohttp refuses an `Expect` that it does not know before any middleware runs."""
     if isinstance(response, web.HTTPExpectationFailed):
         status = response.status

@@ -128,7 +128,7 @@ def line_of(fields: Mapping[str, object]) -> str:
 
 def _log_value(value: object) -> str:
     text = str(value)
-    if _WORD.fullmatch(text):
+    if type(value) in (int, float) or _WORD.fullmatch(text):
         return text
     if len(text) > _MAX_TEXT_CHARS:
         text = f"{text[:_MAX_TEXT_CHARS]}..."

@@ -251,6 +251,6 @@ class Stream(web.StreamResponse):
         self._to, self._has_chunks = connection, writer.chunked
 
     def send_more(self, data: bytes) -> None:
-        """`send`, after the first part, at less cost than by aiohttp's writer."""
+        """`send`, after the first part."""
         assert self._to is not None
         self._to.send_raw(b"%x\r\n%b\r\n" % (len(data), data) if self._has_chunks else data)

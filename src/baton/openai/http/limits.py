@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -47,48 +46,66 @@ class Bodies:
         self._limits = limits
         self.num_bytes = 0
 
-    @asynccontextmanager
-    async def read(self, request: web.Request) -> AsyncIterator[bytes]:
+    def read(self, request: web.Request) -> AbstractAsyncContextManager[bytes]:
         """The body counts until the context ends.
 
         Raises `HTTPRequestTimeout`, `HTTPRequestEntityTooLarge`, `HTTPUnsupportedMediaType` (compressed),
         `RequestError` (it contradicts Transfer-Encoding, or has too many brackets), and `OverloadedError` if all bodies
         exceed `HttpLimits.bodies_bytes`.
         """
-        # A compressed body may expand a thousandfold.
+        return _Reading(self, self._limits, request)
+
+
+class _Reading:
+    __slots__ = ("_bodies", "_limits", "_request", "_size")
+
+    def __init__(self, bodies: Bodies, limits: HttpLimits, request: web.Request) -> None:
+        self._bodies, self._limits, self._request = bodies, limits, request
+        self._size = 0
+
+    async def __aenter__(self) -> bytes:
+        try:
+            return await self._read()
+        except BaseException:
+            self._forget()
+            raise
+
+    async def __aexit__(self, *error: object) -> None:
+        self._forget()
+
+    async def _read(self) -> bytes:
+        request, limits = self._request, self._limits
         if request.headers.get("Content-Encoding", "identity").strip().lower() != "identity":
             raise web.HTTPUnsupportedMediaType(reason="Content-Encoding: request bodies must not be compressed")
-        if (request.content_length or 0) > self._limits.body_bytes:
-            raise web.HTTPRequestEntityTooLarge(self._limits.body_bytes, request.content_length or 0)
-        size = 0
+        if (request.content_length or 0) > limits.body_bytes:
+            raise web.HTTPRequestEntityTooLarge(limits.body_bytes, request.content_length or 0)
         body = bytearray()
-
-        def add(part: bytes) -> None:
-            nonlocal size
-            size += len(part)
-            self.num_bytes += len(part)
-            if size > self._limits.body_bytes:
-                raise web.HTTPRequestEntityTooLarge(self._limits.body_bytes, size)
-            if self.num_bytes > self._limits.bodies_bytes:
-                raise OverloadedError("too many long requests at once")
-            body.extend(part)
-
         try:
-            try:
-                if request.content.is_eof():  # it came with the head
-                    add(request.content.read_nowait())
-                else:
-                    async with timeout(self._limits.body_s):
-                        async for part in request.content.iter_any():
-                            add(part)
-            except asyncio.TimeoutError:
-                raise web.HTTPRequestTimeout from None
-            except web.RequestPayloadError:
-                raise RequestError("the request body is not what Transfer-Encoding says") from None
-            whole = bytes(body)
-            body.clear()
-            if size > self._limits.body_brackets and whole.count(b"[") + whole.count(b"{") > self._limits.body_brackets:
-                raise RequestError(f"the request body has more than {self._limits.body_brackets} arrays and objects")
-            yield whole
-        finally:
-            self.num_bytes -= size
+            content = request.content
+            if content.is_eof():  # it came with the head
+                self._add(body, content.read_nowait())
+            else:
+                async with timeout(limits.body_s):
+                    async for part in content.iter_any():
+                        self._add(body, part)
+        except asyncio.TimeoutError:
+            raise web.HTTPRequestTimeout from None
+        except web.RequestPayloadError:
+            raise RequestError("the request body is not what Transfer-Encoding says") from None
+        whole = bytes(body)
+        if len(whole) > limits.body_brackets and whole.count(b"[") + whole.count(b"{") > limits.body_brackets:
+            raise RequestError(f"the request body has more than {limits.body_brackets} arrays and objects")
+        return whole
+
+    def _add(self, body: bytearray, part: bytes) -> None:
+        self._size += len(part)
+        self._bodies.num_bytes += len(part)
+        if self._size > self._limits.body_bytes:
+            raise web.HTTPRequestEntityTooLarge(self._limits.body_bytes, self._size)
+        if self._bodies.num_bytes > self._limits.bodies_bytes:
+            raise OverloadedError("too many long requests at once")
+        body.extend(part)
+
+    def _forget(self) -> None:
+        self._bodies.num_bytes -= self._size
+        self._size = 0

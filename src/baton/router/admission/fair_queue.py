@@ -80,6 +80,8 @@ class FairQueue(Generic[T]):
 
     def _best(self) -> _State[T] | None:
         ready = [state for state in self._states.values() if state.may_run]
+        if len(ready) < 2:
+            return ready[0] if ready else None
         # Equal tenants take turns by their oldest request.
         return min(ready, key=lambda state: (state.waiting[0][0], state.served, state.waiting[0][1:3]), default=None)
 

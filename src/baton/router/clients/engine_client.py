@@ -7,8 +7,9 @@ import contextlib
 import errno
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import ClassVar, TypeVar
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, ClassVar, TypeVar
 
 import aiohttp
 import msgspec
@@ -30,6 +31,7 @@ from baton.openai.http.api_errors import DRAINING, ENGINE_STALLED
 from baton.openai.http.lines import LineReader
 from baton.openai.http.tracing import TRACE
 from baton.router.clients.address import split_rank
+from baton.router.clients.posts import LegResponse, Posts
 from baton.router.leg_tasks import Chunks
 from baton.router.timers import RouterTimers
 from baton.timeouts import timeout as time_limit
@@ -40,8 +42,8 @@ _MAX_LINE_BYTES = 2**20
 _SCORE_BYTES = 80
 _MAX_ASK_BYTES = 2**20
 _MAX_METRICS_BYTES = 2**24
-_PIECE_BYTES = 2**16
 _END_S = 0.5
+_NO_HEADERS: Mapping[str, str] = {}
 _CHUNKS = msgspec.json.Decoder(TokenChunk)
 # Errors of connecting while this process has no descriptor, port or memory left.
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL)
@@ -50,9 +52,9 @@ T = TypeVar("T")
 
 
 def new_session() -> aiohttp.ClientSession:
-    """A session for `EngineClient`s: unlimited connections, no cookies, no compression."""
+    """A session for `EngineClient`s, without compression."""
     return aiohttp.ClientSession(
-        # Shorter than servers' own limits (vLLM's is 5 s), so that no request uses a connection that the server closes.
+        # Shorter than servers' own limits (vLLM's is 5 s).
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3),
         cookie_jar=aiohttp.DummyCookieJar(),
         headers=PLAIN,
@@ -75,6 +77,7 @@ class EngineClient(ABC):
                 f"{url}: only vLLM and SGLang servers with Baton's plug-in have data-parallel ranks", "url"
             )
         self._headers = {} if self.rank is None else {"X-data-parallel-rank": str(self.rank)}
+        self._posts = Posts(session, self._base, self._headers)
         self._ask_timeout = aiohttp.ClientTimeout(total=timers.answer)
         # Legs may wait long: `info` detects dead engines.
         self._leg_timeout = aiohttp.ClientTimeout(total=None, sock_connect=timers.connect)
@@ -105,36 +108,20 @@ class EngineClient(ABC):
         `EngineLostError` (the engine may have taken the request and was lost) or `ProtocolError`.
         """
 
-    @contextlib.asynccontextmanager
-    async def _answer(
-        self, path: str, body: Sequence[bytes], timeout: aiohttp.ClientTimeout, line_bytes: int
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    def _answer(self, path: str, body: Sequence[bytes], line_bytes: int) -> AbstractAsyncContextManager[LegResponse]:
         """POST with the current trace's headers, and yield a response with status 200. Raises the errors of
         `generate`.
         """
         trace = TRACE.get()
-        size = sum(map(len, body))
-        headers = {"Content-Type": "application/json", "Content-Length": str(size), **self._headers}
-        headers |= trace.headers() if trace is not None else {}
-        with convert_errors(f"engine {self.url}", EngineUnavailableError):
-            async with self._session.post(
-                self._base + path,
-                data=_pieces(body) if size > _PIECE_BYTES else b"".join(body),  # one packet with the headers
-                headers=headers,
-                timeout=timeout,
-                allow_redirects=False,
-                read_bufsize=line_bytes,
-            ) as response:
-                if response.status != 200:
-                    raise error_of_response(self.url, response.status, await read_refusal(response))
-                yield response
+        headers = trace.headers() if trace is not None else _NO_HEADERS
+        return _Answering(self.url, self._posts.send(path, body, headers, self._leg_timeout, line_bytes))
 
     async def _get(self, path: str, limit: int, timeout: aiohttp.ClientTimeout | None = None) -> bytes:
         try:
             async with self._session.get(
                 self._base + path, timeout=timeout or self._ask_timeout, allow_redirects=False
             ) as response:
-                body = await read_body(response, limit)
+                body = await read_body(response.content, limit)
                 if response.status == 503 and ENGINE_STALLED.encode() in body:
                     # Its requests make no progress.
                     raise EngineLostError(f"engine {self.url} is stalled")
@@ -151,6 +138,28 @@ class EngineClient(ABC):
             raise kind(f"engine {self.url}: {error_line(error)}") from None
 
 
+class _Answering:
+    __slots__ = ("_answer", "_convert", "_sending", "_url")
+
+    def __init__(self, url: str, sending: Coroutine[Any, Any, LegResponse]) -> None:
+        self._url, self._sending = url, sending
+        self._convert = convert_errors(f"engine {url}", EngineUnavailableError)
+
+    async def __aenter__(self) -> LegResponse:
+        with self._convert:
+            answer = self._answer = await self._sending
+            if answer.status == 200:
+                return answer
+            try:
+                raise error_of_response(self._url, answer.status, await read_refusal(answer.content))
+            finally:
+                answer.end()
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._answer.end()
+        self._convert.__exit__(kind, error, trace)
+
+
 class BatonClient(EngineClient):
     async def info(self) -> EngineInfo:
         return await self._ask("/inference/v1/info", EngineInfo)
@@ -161,7 +170,7 @@ class BatonClient(EngineClient):
     async def generate(self, request: GenerateRequest) -> Chunks:
         body = _leg_body(request)
         line_bytes = _MAX_LINE_BYTES + _scores_bytes(request)
-        async with self._answer("/inference/v1/generate", body, self._leg_timeout, line_bytes) as response:
+        async with self._answer("/inference/v1/generate", body, line_bytes) as response:
             reader = LineReader(response.content, line_bytes)
             while lines := await reader.next():
                 for line in lines:
@@ -206,12 +215,6 @@ def _leg_body(request: GenerateRequest) -> list[bytes]:
     # Safe to split on: quotes inside a JSON string are escaped.
     before, name, after = rest.partition(b'"prompt_token_ids":')
     return [before + name, prompt.json(), after.removeprefix(b"[]")]
-
-
-async def _pieces(body: Sequence[bytes]) -> AsyncGenerator[memoryview, None]:
-    for part in body:
-        for start in range(0, len(part), _PIECE_BYTES):
-            yield memoryview(part)[start : start + _PIECE_BYTES]
 
 
 def error_of_response(url: str, status: int, body: bytes) -> BatonError:

@@ -145,7 +145,7 @@ class SglangClient(EngineClient):
         left = params.max_tokens - request.num_known
         rank = {} if self.rank is None else {RANK_FIELD: self.rank}
         body = msgspec.json.encode({**generate_body(request, left), **rank, **handoff})
-        async with self._answer("/generate", [body], self._leg_timeout, _MAX_BODY_BYTES) as response:
+        async with self._answer("/generate", [body], _MAX_BODY_BYTES) as response:
             reader = LineReader(response.content, _MAX_BODY_BYTES)
             while lines := await reader.next():
                 for line in lines:

@@ -21,11 +21,13 @@ from baton.openai.answers import Completion, Model, Models, decode_answer
 from baton.openai.client import convert_errors, read_body, read_samples
 from baton.openai.http.lines import LineReader
 from baton.router.clients.engine_client import EngineClient, error_of_response, finish
+from baton.router.clients.posts import LegResponse
 from baton.router.clients.vllm_api import completion_body, render_bodies, rendered_defaults, to_chunk, with_metrics
 from baton.router.clients.vllm_events import LegEvents, without_finish
 from baton.router.leg_tasks import Chunks
 from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingDefaults
+from baton.timeouts import timeout as time_limit
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
 
 if TYPE_CHECKING:
@@ -170,8 +172,9 @@ class VllmClient(EngineClient):
         model = adapter or self._model.id
         body = {"model": model, "prompt": [0], "max_tokens": 1, "temperature": 0}
         body["kv_transfer_params"] = kv_transfer_params
-        async with self._completion(body, self._tell_timeout) as response:
-            return self._decode(await read_body(response, _MAX_BODY_BYTES), Completion)
+        with convert_errors(f"engine {self.url}", EngineUnavailableError):
+            async with time_limit(self._tell_timeout.total), self._completion(body) as response:
+                return self._decode(await read_body(response.content, _MAX_BODY_BYTES), Completion)
 
     async def sampling_defaults(self) -> SamplingDefaults | None:
         """Read from `/v1/completions/render`. None without that route: vLLM 0.32 has it only with `--enable-scale-out`.
@@ -197,7 +200,7 @@ class VllmClient(EngineClient):
                 timeout=self._ask_timeout,
                 allow_redirects=False,
             ) as response:
-                answer = await read_body(response, _MAX_BODY_BYTES)
+                answer = await read_body(response.content, _MAX_BODY_BYTES)
                 if response.status in (429, 503):
                     raise error_of_response(self.url, response.status, answer)
                 return answer
@@ -222,7 +225,7 @@ class VllmClient(EngineClient):
         more = first_only and request.sampling_params.max_tokens - request.num_known > 1
         body = completion_body(request, name, request.num_known, kv_transfer_params, first_only, stream=True)
         events = LegEvents(request, f"engine {self.url}", more, is_padded)
-        async with self._completion(body, self._leg_timeout) as response:
+        async with self._completion(body) as response:
             reader = LineReader(response.content, _MAX_BODY_BYTES)
             while not events.done and (lines := await reader.next()):
                 for line in lines:
@@ -247,8 +250,8 @@ class VllmClient(EngineClient):
         name = await self._served(request)
         position = request.num_known
         body = completion_body(request, name, position, kv_transfer_params, first_only=True, stream=False)
-        async with self._completion(body, self._leg_timeout) as response:
-            answer = self._decode(await read_body(response, _MAX_BODY_BYTES), Completion)
+        async with self._completion(body) as response:
+            answer = self._decode(await read_body(response.content, _MAX_BODY_BYTES), Completion)
         if not answer.choices:
             raise ProtocolError(f"engine {self.url} sent no choice")
         with convert_errors(f"engine {self.url}", EngineUnavailableError):
@@ -273,11 +276,9 @@ class VllmClient(EngineClient):
             raise IncompatiblePeerError({"adapter": (sorted(info.adapters.values()), request.adapter)})
         return named
 
-    def _completion(
-        self, body: dict[str, Any], timeout: aiohttp.ClientTimeout
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    def _completion(self, body: dict[str, Any]) -> AbstractAsyncContextManager[LegResponse]:
         # A line may be as long as a body: the first event repeats the prompt.
-        return self._answer("/v1/completions", [msgspec.json.encode(body)], timeout, _MAX_BODY_BYTES)
+        return self._answer("/v1/completions", [msgspec.json.encode(body)], _MAX_BODY_BYTES)
 
     def _decode(self, body: bytes, kind: type[_T]) -> _T:
         return decode_answer(body, kind, f"{self.url} is not a vLLM server")
