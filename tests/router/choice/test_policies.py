@@ -12,6 +12,8 @@ import pytest
 
 from baton.errors import ConfigError, OverloadedError
 from baton.router.clients.engine_client import EngineClient
+from baton.router.index.blocks import BlockIndex
+from baton.router.index.held import HeldPrefixes
 from baton.router.policies import POLICIES, EngineNeeds, PolicyConfig, create_policies, read_config
 from baton.router.pool import EnginePool
 from baton.router.pooled_engine import Charge, PooledEngine
@@ -114,14 +116,21 @@ def test_charges_are_in_tokens_and_end_with_their_legs(directory: Path) -> None:
     assert [(e.queued_tokens, e.kv_tokens, e.num_inflight) for e in pool.engines] == [(0, 0, 0), (0, 0, 0)]
 
 
-def test_cache_aware_prefers_what_is_held_until_its_engine_is_busy(directory: Path) -> None:
+@pytest.mark.parametrize("has_events", [False, True], ids=["guesses", "events"])
+def test_cache_aware_prefers_what_is_held_until_its_engine_is_busy(directory: Path, has_events: bool) -> None:
+    """A prompt that was sent counts as held, whether or not the engine's events have said so."""
     pool = Pool(directory)
+    for engine in pool.engines if has_events else ():
+        engine.known = HeldPrefixes(BlockIndex(), lambda: 0.0)
     routes = pool.routes()
     system = list(range(480))
     first = routes.choose(asked([*system, 1]), (), False)
     assert first is not None
     assert first.prefill is not None
     (_, _, leg), _ = begin(first)
+    early = routes.choose(asked([*system, *range(700, 800)]), (), False)
+    assert early is not None
+    assert early.prefill is not first.prefill, "to wait for the prompt costs more than to compute it again"
     leg()
     again = routes.choose(asked([*system, *range(900, 1000)]), (), False)
     assert again is not None
