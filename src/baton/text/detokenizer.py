@@ -34,7 +34,7 @@ class IncrementalDetokenizer:
         self._in_bytes = False
         context = [i for i in prompt_ids[-4 * _CONTEXT_TOKENS :] if i not in self._hidden]
         self._window = context[-_CONTEXT_TOKENS:]
-        last: list[bytes] = []  # of the last character
+        last: list[bytes] = []
         for token_id in reversed(self._window):
             raw = self._spelling.raw(token_id)
             if raw is None:

@@ -1,4 +1,4 @@
-"""POST over an aiohttp session's connections, protocol and parser, at a fraction of `ClientSession.post`'s CPU."""
+"""POST over an aiohttp session's connections, with less CPU than its own."""
 
 from __future__ import annotations
 
