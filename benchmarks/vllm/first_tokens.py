@@ -2,9 +2,9 @@
 
     python -m benchmarks.vllm.first_tokens --vllm-python $(python3 tools/install_vllm.py)/bin/python
 
-Without speculation, then with EAGLE-3: one server and a pair for each connector run together (7 servers, 1.3 GB each).
+Without speculation, then with EAGLE-3: one server and a pair for each connector run together.
 Each round sends the same new prompt to all, one at a time in changing order (`benchmarks.vllm.handoffs`), while the
-servers of the others are stopped (SIGSTOP), since each uses 2% of a core when idle. Ratios are taken within rounds.
+servers of the others are stopped (SIGSTOP). Ratios are taken within rounds.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import contextlib
 import itertools
 import json
 import math
+import os
 import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 
@@ -37,6 +38,11 @@ SLEEP_S = 0.3
 # By default each server writes zeros into a gigabyte. Half of these blocks are enough for any request.
 SMALL = ("--num-gpu-blocks-override", "256")
 DRAWS = 2000
+Placement = Literal["shared", "engine", "server"]
+PLACEMENTS = (
+    "shared: all run on all cores; server: the prefill server, and the one vLLM, has a core of its own; "
+    "engine: its engine core has one."
+)
 
 
 @contextlib.contextmanager
@@ -58,6 +64,17 @@ def deployments(
         pairs = zip(others[::2], others[1::2], strict=True)
         found = [each for (_, deploy), (p, d) in zip(started, pairs, strict=True) for each in deploy(p, d)]
         yield Deployment("one vLLM", Single(server.url), (server,)), found
+
+
+def place(placement: Placement, found: Sequence[Deployment], cores: Set[int]) -> None:
+    own = set() if placement == "shared" else {max(cores)}
+    rest = cores - own
+    os.sched_setaffinity(0, rest)
+    for deployment in found:
+        first, *others = deployment.servers
+        first.bind(own or rest, own if placement == "server" else rest)
+        for server in others:
+            server.bind(rest, rest)
 
 
 def times_of(row: Row) -> dict[int, list[float]]:
@@ -117,6 +134,7 @@ def first_tokens_command(
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 64,
     first_steps: Annotated[str, typer.Option(help="Values of first_step, with the drafter.")] = "verify",
     peers: Annotated[str, typer.Option(help="vLLM's own connectors to measure too.")] = ",".join(PEERS),
+    placements: Annotated[str, typer.Option(help=PLACEMENTS)] = "shared",
     in_turns: Annotated[bool, typer.Option(help="One of `--peers` after the other: 5 servers at a time.")] = False,
     log_dir: Annotated[Path | None, typer.Option(help="Keep the servers' logs here.")] = None,
     json_output: Annotated[Path | None, typer.Option("--json", help="Write every time that was taken here.")] = None,
@@ -124,6 +142,8 @@ def first_tokens_command(
     """Times of the first, second and tenth token, and the gap to the second over TPOT."""
     names = [name for name in peers.split(",") if name]
     steps = [step for step in get_args(FirstStep) if step in first_steps.split(",")]
+    places = [each for each in get_args(Placement) if each in placements.split(",")]
+    cores = os.sched_getaffinity(0)
     beside = [[name] for name in names] if in_turns else [names]
     results: dict[str, Any] = {}
     for method, connectors in itertools.product(([None] if plain else []) + ([drafter] if drafter else []), beside):
@@ -132,10 +152,11 @@ def first_tokens_command(
         with tempfile.TemporaryDirectory(prefix="baton-bench-") as scratch:
             folder = (log_dir or Path(scratch)) / label.replace(", ", "-").replace(" ", "-")
             with deployments(vllm_python, model, folder, method, steps, connectors) as (one, pairs):
-                for length in (int(each) for each in lengths.split(",")):
+                for length, placement in itertools.product((int(each) for each in lengths.split(",")), places):
+                    place(placement, [one, *pairs], cores)
                     rows = asyncio.run(rounds(one, pairs, length, num_rounds, max_tokens, True, SLEEP_S))
-                    results[f"{label}, {length}"] = {name: asdict(row) for name, row in rows.items()}
-                    print(f"\n{label}, {length} tokens, {num_rounds} rounds, {max_tokens} tokens each:")
+                    results[f"{label}, {length}, {placement}"] = {name: asdict(row) for name, row in rows.items()}
+                    print(f"\n{label}, {length} tokens, {num_rounds} rounds, {max_tokens} tokens each, {placement}:")
                     print("\n".join(table(rows, one.name, peer)), flush=True)
                     if json_output is not None:
                         json_output.write_text(json.dumps(results))

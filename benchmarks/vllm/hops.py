@@ -4,7 +4,7 @@
 
 Sends the same new prompt to each deployment in turn, without a router, and prints for each the median milliseconds from
 the request to each mark of `benchmarks.vllm.marks`, by server; then the CPU time that each of its threads used for a
-request. Wall times are worth something on an idle machine alone; CPU times also on a busy one.
+request, and waited for a core. On a busy machine only CPU times are worth something.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ from benchmarks.vllm.handoffs import MODEL, TIMEOUT, VOCABULARY, WARM_UP, Deploy
 from benchmarks.vllm.marks import announce, read_marks
 from benchmarks.vllm.servers import ENVIRONMENT, VllmServer
 
-Threads = dict[tuple[int, int], tuple[str, float]]  # name and CPU seconds, by process and thread
+# Name, milliseconds of CPU and of waits for cores.
+Threads = dict[tuple[int, int], tuple[str, float, float]]
 LEAST_CPU_MS = 0.05
 
 
 @dataclass(slots=True)
 class Hops:
     """Of one deployment. `times`: milliseconds since the request, by server and mark (with its number, from the second
-    of a kind on); `cpu`: milliseconds by server and thread. One value a round."""
+    of a kind on); `cpu`: of CPU, and of waits for a core, by server and thread. One value a round."""
 
     times: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
-    cpu: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+    cpu: dict[tuple[str, str], list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
 
     def add_times(self, server: str, labels: Sequence[tuple[float, str]]) -> None:
         seen: Counter[str] = Counter()
@@ -59,12 +60,13 @@ class Hops:
         found = ["| ms | server | mark |", "|---|---|---|"]
         found += [f"| {at:.2f} | {server} | {label} |" for at, server, label in sorted(rows)]
         totals = [
-            (statistics.median(values), server, name)
+            (*(statistics.median(each) for each in zip(*values, strict=True)), server, name)
             for (server, name), values in self.cpu.items()
-            if statistics.median(values) >= LEAST_CPU_MS
         ]
-        found += ["", "| CPU ms | server | thread |", "|---|---|---|"]
-        found += [f"| {ms:.2f} | {server} | {name} |" for ms, server, name in sorted(totals, reverse=True)]
+        found += ["", "| CPU ms | waits ms | server | thread |", "|---|---|---|---|"]
+        for used, waited, server, name in sorted(totals, reverse=True):
+            if used >= LEAST_CPU_MS:
+                found.append(f"| {used:.2f} | {waited:.2f} | {server} | {name} |")
         return found
 
 
@@ -74,19 +76,21 @@ def threads_of(server: VllmServer) -> Threads:
     for pid in server.process_ids():
         for task in Path(f"/proc/{pid}/task").glob("*"):
             with contextlib.suppress(OSError):
-                nanoseconds = int((task / "schedstat").read_text().split()[0])
-                found[pid, int(task.name)] = (task / "comm").read_text().strip(), nanoseconds / 1e9
+                used, waited, _ = (int(each) / 1e6 for each in (task / "schedstat").read_text().split())
+                found[pid, int(task.name)] = (task / "comm").read_text().strip(), used, waited
     return found
 
 
-def _used(before: Threads, after: Threads) -> Mapping[str, float]:
-    """CPU milliseconds by process and name. A process's first thread is called by its process."""
-    used: dict[str, float] = defaultdict(float)
-    for (pid, thread), (name, seconds) in after.items():
-        _, earlier = before.get((pid, thread), (name, 0.0))
+def _used(before: Threads, after: Threads) -> Mapping[str, tuple[float, float]]:
+    """A process's first thread is called by its process."""
+    found: dict[str, tuple[float, float]] = {}
+    for (pid, thread), (name, used, waited) in after.items():
+        _, used_before, waited_before = before.get((pid, thread), (name, 0.0, 0.0))
         process = after[pid, pid][0] if (pid, pid) in after else str(pid)
-        used[process if pid == thread else f"{process}: {name}"] += 1e3 * (seconds - earlier)
-    return used
+        label = process if pid == thread else f"{process}: {name}"
+        so_far = found.get(label, (0.0, 0.0))
+        found[label] = so_far[0] + used - used_before, so_far[1] + waited - waited_before
+    return found
 
 
 async def measure(

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,14 @@ class VllmServer:
     def process_ids(self) -> list[int]:
         """Its living processes."""
         return [*self._processes()]
+
+    def bind(self, engine: Set[int], rest: Set[int]) -> None:
+        """`engine`: the cores of its engine core."""
+        for pid in self._processes():
+            name = Path(f"/proc/{pid}/comm").read_text()
+            for task in Path(f"/proc/{pid}/task").glob("*"):
+                with contextlib.suppress(OSError):
+                    os.sched_setaffinity(int(task.name), engine if name.startswith("VLLM::Eng") else rest)
 
     def _processes(self) -> dict[int, float]:
         """CPU seconds of its living processes, by process id."""

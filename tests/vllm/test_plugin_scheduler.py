@@ -128,6 +128,22 @@ def test_a_step_computes_prefill_legs_alone_or_another_request_too() -> None:
     assert not p.only_prefills({"prefill-1": 1})
 
 
+def test_when_only_the_end_of_a_handoff_can_change_anything() -> None:
+    d, other = side("D"), Request("other", PROMPT, None)
+    assert d.is_parked(), "no request is left, perhaps blocks that are held"
+    d.on_new_request(leg("decode", ticket()))
+    assert not d.is_parked(), "it may get blocks"
+    d.on_admitted([(0, "decode-1")])
+    d.on_allocated("decode-1", ([1, 2, 3],), num_external=9)
+    assert d.is_parked()
+    d.on_new_request(other)
+    assert not d.is_parked(), "vLLM may wait for its grammar"
+    d.on_finished(other)
+    assert d.is_parked()
+    d.on_received("decode-1")
+    assert not d.is_parked()
+
+
 @pytest.mark.parametrize("end", ["sent", "preempted", "aborted"])
 def test_the_first_block_of_a_window_outlives_its_request(end: str) -> None:
     # The decode engine computes token 9 and sees keys 4 to 9; vLLM, which has computed it, keeps those from 5 on.

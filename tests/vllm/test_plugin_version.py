@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import queue
 import sys
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -32,3 +34,21 @@ def test_another_version_is_refused_in_one_line(version: str, monkeypatch: pytes
 def test_known_versions_are_let_in(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, version)
     assert compat.check_version() == version[:4]
+
+
+class EngineCore:
+    """Makes its worker as vLLM's does: after its queue."""
+
+    def __init__(self, with_queue: bool) -> None:
+        if with_queue:
+            self.input_queue: queue.Queue[Any] = queue.Queue()
+        self.found = self._make_worker()
+
+    def _make_worker(self) -> queue.Queue[Any] | None:
+        return compat.request_queue()
+
+
+def test_the_queue_of_requests_is_that_of_the_engine_core_being_made() -> None:
+    core = EngineCore(with_queue=True)
+    assert core.found is core.input_queue
+    assert EngineCore(with_queue=False).found is None

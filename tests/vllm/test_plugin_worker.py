@@ -18,7 +18,7 @@ from baton.testing import RecordingAgent
 from baton.vllm.geometry import describe_caches
 from baton.vllm.groups import CacheTable, split_tables
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews
-from baton.vllm.worker import DECODE_WAIT_S, Results, WorkerSide
+from baton.vllm.worker import NUM_PARKED_WAITS, Results, WorkerSide
 from testkit.handoffs.tickets import make_ticket
 
 
@@ -96,9 +96,8 @@ def test_a_runner_that_speaks_of_preemptions_late(agent: RecordingAgent, preempt
         # After the first idle step, vLLM on a GPU may have the tokens of a step that computed something.
         ({}, [0, 1, 2, 2, 2, 3], [0.004] * 3),
         ({"alone": True}, [1, 2, 3, 3, 4, 5], [0.004] * 5),
-        ({"alone": True, "longest_wait_s": DECODE_WAIT_S}, [1, 2, 3, 3, 4, 5], [0.004, 0.008, 0.016, 0.004, 0.008]),
     ],
-    ids=["several workers", "one worker", "decode server"],
+    ids=["several workers", "one worker"],
 )
 def test_which_idle_steps_wait_and_how_long(
     more: dict[str, Any], counts: list[int], expected: list[float], monkeypatch: pytest.MonkeyPatch
@@ -123,6 +122,45 @@ def test_which_idle_steps_wait_and_how_long(
         found.append(len(waits))
     assert found == counts
     assert waits == expected
+
+
+class Requests(queue.Queue[Any]):
+    """Is not empty any more when it is asked for the `last` time."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.num_asked, self.last = 0, last
+
+    def empty(self) -> bool:
+        self.num_asked += 1
+        return self.num_asked < self.last
+
+
+@pytest.mark.parametrize(("parked", "asked"), [(True, 4), (False, 1)])
+def test_a_step_waits_longer_if_only_a_handoff_or_a_request_can_end_it(parked: bool, asked: int) -> None:
+    requests = Requests(last=4)
+    worker = make_worker(RecordingAgent(), alone=True, requests=requests)
+    worker.begin(StepNews(opened=[OpenPrefill("r", ticket(), 99, 7)]))
+    assert worker.results(idle=True, parked=parked) == Results()
+    assert requests.num_asked == asked
+
+
+@pytest.mark.parametrize("comes", ["request", "event", "nothing"])
+def test_what_ends_the_wait_of_a_step_without_work(comes: str) -> None:
+    t = ticket()
+
+    class Busy(Requests):
+        def empty(self) -> bool:
+            if comes == "event" and self.num_asked == 1:
+                worker.post(ev.PrefillReleased(t.key, "committed"))
+            return super().empty()
+
+    requests = Busy(last=1 if comes == "request" else 1000)
+    worker = make_worker(RecordingAgent(), alone=True, requests=requests)
+    worker.begin(StepNews(opened=[OpenPrefill("r", t, 99, 7)]))
+    worker.begin(StepNews(closed=[ClosePrefill(t.key, held=True, failed=True)]))
+    assert worker.results(idle=True, parked=True).sent == ({"r"} if comes == "event" else set())
+    assert requests.num_asked == {"request": 1, "event": 2, "nothing": NUM_PARKED_WAITS}[comes]
 
 
 @pytest.mark.parametrize("released_first", [True, False])

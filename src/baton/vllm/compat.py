@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import inspect
+import queue
 from typing import Any
 
 import msgspec
@@ -165,6 +167,17 @@ def sleeps_when_idle(config: Any) -> bool:
 def steps_in_turn(config: Any) -> bool:
     """Whether one worker's step begins after vLLM has handled the last one's results."""
     return sleeps_when_idle(config) and int(config.parallel_config.world_size) == 1
+
+
+def request_queue() -> queue.Queue[Any] | None:
+    """That of the engine core that is being made."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        found = getattr(frame.f_locals.get("self"), "input_queue", None)
+        if isinstance(found, queue.Queue):
+            return found
+        frame = frame.f_back
+    return None
 
 
 def _check_rotary(config: Any) -> None:

@@ -37,11 +37,12 @@ from baton.wire import VllmIdentity
 @dataclass
 class BatonMetadata(KVConnectorMetadata):
     """A step's messages from scheduler to worker. `idle`: the step computes nothing, and no other engine waits for
-    it. `drafts_once`: it proposes none."""
+    it. `parked`: each request waits for its handoff. `drafts_once`: it proposes none."""
 
     step: StepNews
     idle: bool
     drafts_once: bool = False
+    parked: bool = False
 
 
 @dataclass
@@ -162,7 +163,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Handoffs that ended since the last step. vLLM expects failed receives among the finished ones too."""
         metadata = self._connector_metadata
-        results = self.worker.results(idle=isinstance(metadata, BatonMetadata) and metadata.idle)
+        known = isinstance(metadata, BatonMetadata)
+        results = self.worker.results(known and metadata.idle, known and metadata.parked)
         return KVConnectorTransferResults(
             finished_sending=results.sent, finished_recving=results.received, failed_recving=results.failed
         )
@@ -261,7 +263,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         # vLLM then takes drafts again, which a preempted request must not get.
         wakes = idle and self._sleeps_when_idle and not scheduler_output.preempted_req_ids
         self._idle_step = scheduler_output if wakes else None
-        return BatonMetadata(side.take_step(), idle, drafts_once)
+        return BatonMetadata(side.take_step(), idle, drafts_once, side.is_parked())
 
     def update_connector_output(self, connector_output: Any) -> None:
         if isinstance(news := connector_output.kv_connector_worker_meta, BatonWorkerMetadata):

@@ -24,7 +24,7 @@ from baton.vllm.geometry import CacheLayout, describe_caches
 from baton.vllm.groups import split_tables
 from baton.vllm.handoff_span import span_maker
 from baton.vllm.scales import describe_scales, worker_scales
-from baton.vllm.worker import DECODE_WAIT_S, IDLE_WAIT_S, WorkerSide
+from baton.vllm.worker import WorkerSide
 from baton.wire import VllmIdentity
 
 _ROLES = {
@@ -108,7 +108,7 @@ def open_cache(
 
 
 def _worker_side(config: Any, settings: PluginConfig, layout: CacheLayout, rank: int) -> WorkerSide:
-    alone, decodes = compat.steps_in_turn(config), config.kv_transfer_config.kv_role == "kv_consumer"
+    alone = compat.steps_in_turn(config)
     return WorkerSide(
         layout,
         compat.zeroes_before_preemptions(config),
@@ -116,7 +116,7 @@ def _worker_side(config: Any, settings: PluginConfig, layout: CacheLayout, rank:
         # One span per handoff, for any number of ranks.
         on_decode_end=span_maker(settings.integrity) if rank == 0 else None,
         alone=alone,
-        longest_wait_s=DECODE_WAIT_S if alone and decodes else IDLE_WAIT_S,
+        requests=compat.request_queue() if alone else None,
     )
 
 

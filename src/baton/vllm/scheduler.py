@@ -1,7 +1,4 @@
-"""The scheduler's side of the connector: which requests are legs of a handoff, and their blocks.
-
-docs/vllm.md ("The life of a request") says which tokens each leg has.
-"""
+"""The scheduler's side: legs and their blocks (docs/vllm.md, "The life of a request")."""
 
 from __future__ import annotations
 
@@ -92,6 +89,7 @@ class SchedulerSide:
         self._cache_tables = cache_tables
         self._pool = pool
         self._clock = clock
+        self._requests: set[str] = set()
         self._prefills: dict[str, _Prefill] = {}
         self._held: dict[str, _Prefill] = {}  # finished requests whose blocks are kept
         self._decodes: dict[str, _Decode] = {}
@@ -104,6 +102,7 @@ class SchedulerSide:
 
     def on_new_request(self, request: VllmRequest) -> None:
         """Redeem a leg's ticket at once: messages of the other engine may already arrive."""
+        self._requests.add(request.request_id)
         params = self._params(request)
         if params is None:
             return
@@ -301,8 +300,7 @@ class SchedulerSide:
         leg.pinned = []
 
     def on_sent(self, request_id: str) -> None:
-        leg = self._held.pop(request_id, None)
-        if leg is not None:
+        if (leg := self._held.pop(request_id, None)) is not None:
             self._unpin(leg)
 
     def on_preempted(self, request_ids: set[str]) -> None:
@@ -316,14 +314,14 @@ class SchedulerSide:
                 self._step.preempted.append(leg.ticket.key)
 
     def on_finished(self, request: VllmRequest) -> tuple[bool, dict[str, Any] | None]:
+        self._requests.discard(request.request_id)
         self.first_tokens.discard(request.request_id)
         self._partial.evict(request.request_id)
         adapter = self._asked.pop(request.request_id, None)
         if adapter is not None:
             identity = msgspec.structs.replace(self.identity, clock=self._clock(), adapter=adapter)
             return False, {BATON_PARAM: msgspec.to_builtins(identity)}
-        prefill = self._prefills.pop(request.request_id, None)
-        if prefill is not None:
+        if (prefill := self._prefills.pop(request.request_id, None)) is not None:
             failed = prefill.num_computed < prefill.num_tokens or prefill.lost or prefill.cancelled
             sampled = request.output_token_ids[0] if prefill.seeded and request.output_token_ids else None
             failed |= prefill.seeded and sampled is None
@@ -334,11 +332,14 @@ class SchedulerSide:
             if failed or self._close_now is None or not self._close_now(closed):
                 self._step.closed.append(closed)
             return held, None
-        decode = self._decodes.pop(request.request_id, None)
-        if decode is not None:
+        if (decode := self._decodes.pop(request.request_id, None)) is not None:
             self._step.aborted.append(decode.ticket.key)
         num_found = self._prefixes.pop(request.request_id, None)
         return False, None if num_found is None else {BATON_PARAM: msgspec.to_builtins(VllmPrefix(num_found))}
+
+    def is_parked(self) -> bool:
+        """Each request waits for KV."""
+        return all((leg := self._decodes.get(each)) is not None and leg.receiving for each in self._requests)
 
     def take_step(self) -> StepNews:
         step, self._step = self._step, StepNews()

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from baton.errors import HandoffError, reason_label
 from baton.handoff.agent.layers import WrittenLayers
@@ -32,11 +33,11 @@ log.addFilter(LogLimit())
 # An agent accepts an abort without waiting for a peer. After this time it hangs and may still commit the leg, so the
 # engine must end.
 ABORT_TIMEOUT_S = 60.0
-# While legs wait for their peers, vLLM steps about once per millisecond without work. Waiting for an event of the agent
-# frees the cores, and delays a new request by at most this time.
+# While legs wait for their peers, vLLM steps each millisecond without work. Waiting for an event frees the cores, and
+# delays a new request by at most this time.
 IDLE_WAIT_S = 0.004
-# A decode server's waits double up to this: a step costs 1 ms of CPU time.
-DECODE_WAIT_S = 0.016
+# In a step, if only an event or a request can change anything.
+NUM_PARKED_WAITS = 25
 
 
 @dataclass(slots=True)
@@ -54,7 +55,7 @@ class WorkerSide:
 
     `commit_at_end`: finish a prefill leg when vLLM finishes its request, not when its prompt is computed, because the
     runner writes to a preempted leg's blocks before it reports the preemption. `on_decode_end`: called on vLLM's
-    thread. `alone`: see `compat.steps_in_turn`.
+    thread. `alone`: see `compat.steps_in_turn`. `requests`: see `compat.request_queue`.
     """
 
     def __init__(
@@ -65,14 +66,14 @@ class WorkerSide:
         kv_stream: KVStream = "chunk",
         on_decode_end: OnDecodeEnd | None = None,
         alone: bool = False,
-        longest_wait_s: float = IDLE_WAIT_S,
+        requests: queue.Queue[Any] | None = None,
     ) -> None:
         self._on_decode_end = on_decode_end
         self.counts: Counter[str] = Counter()
         self._commit_at_end = commit_at_end
         self._kv_stream = kv_stream
         self._layers: VllmLayerStream | None = None
-        self._alone, self._longest_wait_s = alone, longest_wait_s
+        self._alone, self._requests = alone, requests
         self._num_idle = 0
         self._layout = layout
         self._abort_timeout = abort_timeout
@@ -190,19 +191,25 @@ class WorkerSide:
         drafts = [] if sampled is None else [sampled]
         self.agent.finish_prefill(key, Seeds(first_token=token or 0, draft_token_ids=drafts), False, {})
 
-    def results(self, idle: bool = False) -> Results:
+    def results(self, idle: bool = False, parked: bool = False) -> Results:
         """Handoffs that ended since the last call. Waits in an `idle` step, unless vLLM may hold tokens of the last."""
         self._take_events()
         waiting = self._decodes or self._prefills
         waits = idle and (self._alone or self._num_idle > 0)
-        wait_s = min(IDLE_WAIT_S * 2 ** min(self._num_idle, 8), self._longest_wait_s)
         self._num_idle = self._num_idle + 1 if idle else 0
         if waits and waiting and self._results == Results() and not self._admitted:
-            with contextlib.suppress(queue.Empty):
-                self._on_event(self._events.get(timeout=wait_s))
-            self._take_events()
+            self._wait(NUM_PARKED_WAITS if parked and self._requests is not None else 1)
         out, self._results = self._results, Results()
         return out
+
+    def _wait(self, times: int) -> None:
+        for _ in range(times):
+            if self._requests is not None and not self._requests.empty():
+                return
+            with contextlib.suppress(queue.Empty):
+                self._on_event(self._events.get(timeout=IDLE_WAIT_S))
+                self._take_events()
+                return
 
     def take_admitted(self) -> set[str]:
         """Decode legs that were admitted, or failed before they had blocks."""
