@@ -31,6 +31,7 @@ from baton.models.layers.linear import Build, Linear
 from baton.models.layers.rotary import Rotary
 from baton.transports.copying import copy_runs
 from testkit.heads import HeadKind, make_batch, make_head, one_by_one
+from testkit.int8 import kept_rows, kept_weight
 from testkit.layers import ROPE, LayerKind, PagedRequests, make_layers, usual_quantization
 
 Random = np.random.Generator
@@ -309,12 +310,11 @@ def int8(random: Random) -> None:
         x[-1] = math.nan
     with guard:
         made = int8_gemm.Int8Weight(weight).multiply(x, bias)
-    scale = weight.double().abs().amax(dim=1, keepdim=True) / 127
-    rounded = (weight.float() / scale.float()).round().double() * scale
-    expected = x.double() @ rounded.T
+    rows, rounded = kept_rows(x), kept_weight(weight)
+    expected = rows @ rounded.T
     if bias is not None:
         expected += bias.double()
-    magnitude = x.double().abs() @ rounded.abs().T
+    magnitude = rows.abs() @ rounded.abs().T
     fine = ~expected.isnan().any(dim=1)
     _compare(made[fine], expected[fine], torch.bfloat16, magnitude[fine], columns)
 

@@ -13,6 +13,7 @@ from baton.kernels.cpu.fused import fields as at
 from baton.kernels.cpu.fused.passes import RUN
 from baton.kernels.cpu.fused.products import BLOCK, SCRATCH_BYTES
 from baton.kernels.cpu.fused.stages import STAGE_BYTES
+from baton.kernels.cpu.int8_rows import GROUP_BYTES, groups_of
 from baton.kernels.cpu.omp import arguments, float_bits, threads_for
 from baton.kernels.cpu.small_gemm import MAX_ROWS
 from baton.models.layer_cache import InPlaceCache, KVRegions, LayerCache, slot_error
@@ -62,6 +63,7 @@ class FusedLayers:
             at.INNERS: inner,
         }
         self._linears = [linear for layer in layers for linear in _linears(layer)]
+        self.widths[at.NARROWED] = narrowed_width(self._linears)
         self._table = np.array([_columns(*one) for one in zip(layers, rotary_of, strict=True)], dtype=np.int64)
         self._no_features = np.zeros(len(layers), dtype=np.int64)
         self._num_weights = sum(linear.in_features * linear.out_features for linear in _linears(layers[0]))
@@ -233,6 +235,12 @@ def _shape(layer: Layer) -> tuple[float, ...]:
     sizes = [size for linear in _linears(layer) for size in (linear.in_features, linear.out_features)]
     heads = attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.scale
     return (*sizes[1:], *heads, eps_of(layer.post_attention_layernorm))
+
+
+def narrowed_width(linears: Iterable[Linear]) -> int:
+    """Of a row, in bfloat16."""
+    widest = max((linear.in_features for linear in linears if linear.is_int8), default=0)
+    return groups_of(widest) * GROUP_BYTES // 2
 
 
 def eps_of(norm: nn.Module) -> float:

@@ -39,7 +39,7 @@ def load(builder: Any, address: Any, byte_offset: Any = 0, type_: Any = _VECTOR)
     return builder.load(_at(builder, address, byte_offset, type_), align=1)
 
 
-def _store(builder: Any, value: Any, address: Any, byte_offset: Any = 0) -> None:
+def store(builder: Any, value: Any, address: Any, byte_offset: Any = 0) -> None:
     builder.store(value, _at(builder, address, byte_offset, value.type), align=1)
 
 
@@ -54,14 +54,14 @@ def load_widened(builder: Any, address: Any, num_bytes: int) -> Any:
 def store_rounded(builder: Any, vector: Any, address: Any, num_bytes: int) -> None:
     """Store 16 float32, unchanged or rounded to the nearest bfloat16 (2 bytes)."""
     if num_bytes == 4:
-        return _store(builder, vector, address)
+        return store(builder, vector, address)
     half, one, most = (splat(builder, ir.Constant(_I32, value)) for value in (16, 1, 0x7FFF))
     bits = builder.bitcast(vector, _WORDS)
     even = builder.and_(builder.lshr(bits, half), one)
     rounded = builder.lshr(builder.add(builder.add(bits, most), even), half)
     is_nan = builder.fcmp_unordered("uno", vector, vector)
     rounded = builder.select(is_nan, splat(builder, ir.Constant(_I32, 0x7FC0)), rounded)
-    _store(builder, builder.trunc(rounded, _NARROW), address)
+    store(builder, builder.trunc(rounded, _NARROW), address)
 
 
 def splat(builder: Any, scalar: Any) -> Any:
@@ -79,7 +79,7 @@ def _constant(builder: Any, value: float) -> Any:
     return splat(builder, ir.Constant(_F32, struct.unpack("f", struct.pack("f", value))[0]))
 
 
-def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     function_type = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
     return builder.call(cgutils.get_or_insert_function(builder.module, function_type, "llvm.fma.v16f32"), [a, b, c])
 
@@ -89,7 +89,7 @@ def _larger(builder: Any, a: Any, b: Any) -> Any:
     return builder.select(builder.fcmp_ordered("<", a, b), b, a)
 
 
-def _folded(builder: Any, vector: Any, combine: Callable[[Any, Any, Any], Any]) -> Any:
+def folded(builder: Any, vector: Any, combine: Callable[[Any, Any, Any], Any]) -> Any:
     """Reduce all lanes to one number, pairwise, halves first."""
     half = LANES // 2
     while half:
@@ -124,7 +124,7 @@ def _transposed(typing_context: Any, element: Any, rows: Any, destination: Any, 
                     block[j], block[j + distance] = _shuffle(builder, a, b, low), _shuffle(builder, a, b, high)
             distance //= 2
         for i in range(LANES):
-            _store(builder, block[i], destination, builder.mul(stride, ir.Constant(_I64, i)))
+            store(builder, block[i], destination, builder.mul(stride, ir.Constant(_I64, i)))
         return context.get_dummy_value()
 
     return numba.void(element, numba.int64, numba.int64, numba.int64), generate
@@ -135,7 +135,7 @@ def _widened(typing_context: Any, element: Any, source: Any, destination: Any) -
     num_bytes = _element_bytes(element)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _store(builder, load_widened(builder, args[1], num_bytes), args[2])
+        store(builder, load_widened(builder, args[1], num_bytes), args[2])
         return context.get_dummy_value()
 
     return numba.void(element, numba.int64, numba.int64), generate
@@ -200,10 +200,10 @@ def _products(
                 scalar = splat(builder, load(builder, left, at, _F32))
                 for chunk in range(chunks):
                     total = builder.load(sums[row, chunk])
-                    builder.store(_fma(builder, scalar, vectors[chunk], total), sums[row, chunk])
+                    builder.store(fma(builder, scalar, vectors[chunk], total), sums[row, chunk])
         for row, chunk in places:
             at = builder.add(offset[row], ir.Constant(_I64, 4 * LANES * chunk))
-            _store(builder, builder.load(sums[row, chunk]), out, at)
+            store(builder, builder.load(sums[row, chunk]), out, at)
         return context.get_dummy_value()
 
     distance = numba.int64
@@ -222,7 +222,7 @@ def _largest(typing_context: Any, scores: Any, first: Any, last: Any) -> Any:
             values = load(builder, scores, 4 * LANES * chunk)
             values = builder.select(_visible(builder, first, last, chunk), values, least)
             found = _larger(builder, values, found)
-        return _folded(builder, found, _larger)
+        return folded(builder, found, _larger)
 
     return numba.float32(numba.int64, numba.int64, numba.int64), generate
 
@@ -234,14 +234,14 @@ _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.66
 def _exp(builder: Any, x: Any) -> Any:
     x = _larger(builder, x, _constant(builder, -87.0))
     magic = _constant(builder, 12582912.0)
-    shifted = _fma(builder, x, _constant(builder, 1.4426950408889634), magic)
+    shifted = fma(builder, x, _constant(builder, 1.4426950408889634), magic)
     n = builder.fsub(shifted, magic)
-    r = _fma(builder, n, _constant(builder, -0.693359375), x)
-    r = _fma(builder, n, _constant(builder, 2.12194440e-4), r)
+    r = fma(builder, n, _constant(builder, -0.693359375), x)
+    r = fma(builder, n, _constant(builder, 2.12194440e-4), r)
     poly = _constant(builder, _EXP[0])
     for coefficient in _EXP[1:]:
-        poly = _fma(builder, poly, r, _constant(builder, coefficient))
-    value = builder.fadd(_fma(builder, poly, builder.fmul(r, r), r), _constant(builder, 1.0))
+        poly = fma(builder, poly, r, _constant(builder, coefficient))
+    value = builder.fadd(fma(builder, poly, builder.fmul(r, r), r), _constant(builder, 1.0))
     biased = builder.add(builder.bitcast(shifted, _WORDS), splat(builder, ir.Constant(_I32, 127)))
     power = builder.bitcast(builder.shl(biased, splat(builder, ir.Constant(_I32, 23))), _VECTOR)
     return builder.fmul(value, power)
@@ -258,10 +258,10 @@ def _exponentials(typing_context: Any, scores: Any, first: Any, last: Any, peak:
         for chunk in range(CHUNKS):
             values = builder.fsub(load(builder, scores, 4 * LANES * chunk), peaks)
             values = builder.select(_visible(builder, first, last, chunk), _exp(builder, values), nothing)
-            _store(builder, values, scores, 4 * LANES * chunk)
+            store(builder, values, scores, 4 * LANES * chunk)
             weights.append(values)
         total = builder.fadd(builder.fadd(weights[0], weights[2]), builder.fadd(weights[1], weights[3]))
-        return _folded(builder, total, lambda builder, a, b: builder.fadd(a, b))
+        return folded(builder, total, lambda builder, a, b: builder.fadd(a, b))
 
     return numba.float32(numba.int64, numba.int64, numba.int64, numba.float32), generate
 
@@ -280,8 +280,8 @@ def _square_sum(typing_context: Any, element: Any, source: Any, count: Any) -> A
         with cgutils.for_range(builder, builder.sdiv(count, ir.Constant(_I64, LANES)), intp=_I64) as loop:
             at = builder.add(source, builder.mul(loop.index, ir.Constant(_I64, LANES * num_bytes)))
             values = load_widened(builder, at, num_bytes)
-            builder.store(_fma(builder, values, values, builder.load(total)), total)
-        return _folded(builder, builder.load(total), lambda builder, a, b: builder.fadd(a, b))
+            builder.store(fma(builder, values, values, builder.load(total)), total)
+        return folded(builder, builder.load(total), lambda builder, a, b: builder.fadd(a, b))
 
     return numba.float32(element, numba.int64, numba.int64), generate
 

@@ -1,8 +1,8 @@
 """Linear layers with packed weights and batch-invariant rows.
 
-With `Build.quantization` "int8", a filled layer's weight is replaced by int8 numbers: see `int8_gemm`. Otherwise, on a
-CPU, oneDNN's blocked copy replaces it if PyTorch and the CPU support it: a few rows of bfloat16 then take half the
-time, or bypass oneDNN (see `small_gemm`).
+With `Build.quantization` "int8", int8 numbers replace a filled layer's weight (see `int8_gemm`). Otherwise, on a CPU,
+oneDNN's blocked copy does if PyTorch and the CPU support it: a few rows of bfloat16 then take half the time, or bypass
+oneDNN (see `small_gemm`).
 
 A GEMM library picks its algorithm by the number of rows, so a row's last bits can differ between batches. With
 `batch_invariant` rows go through the GEMM in padded blocks of fixed heights. Blocks of sixteen rows are the reference.
@@ -252,6 +252,10 @@ class Linear(nn.Module):
         elif self.weight is not None and (blocked := packed(self.weight)) is not None:
             self._address = small_gemm.packed_address(self.weight, blocked)
             self._packed, self.weight = blocked, None
+
+    @property
+    def is_int8(self) -> bool:
+        return self._int8 is not None
 
     def in_place(self) -> tuple[int, int, int] | None:
         """Addresses of the packed weight, of int8 scales (0: bfloat16), and of the bias (0: none), for kernels that

@@ -7,7 +7,7 @@ import logging
 import torch
 
 from baton.errors import CheckpointError, ConfigError
-from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
+from baton.kernels.cpu.int8_gemm import HAS_INT8_PRODUCTS
 from baton.models.config import RawConfig
 
 logger = logging.getLogger(__name__)
@@ -24,14 +24,12 @@ def get_dtype(raw: RawConfig) -> torch.dtype:
     return _DTYPES[name]
 
 
-def check_quantization(quantization: str, dtype: torch.dtype, has_pairs: bool = HAS_BF16_PAIRS) -> None:
-    """Raise `ConfigError` if a model in `dtype` cannot be quantised. `has_pairs`: the CPU has products of bfloat16
-    pairs.
-    """
+def check_quantization(quantization: str, dtype: torch.dtype, has_products: bool = HAS_INT8_PRODUCTS) -> None:
+    """Raise `ConfigError` if a model in `dtype` cannot be quantised."""
     if dtype is not torch.bfloat16:
         raise ConfigError("dtype", f"must be bfloat16 with quantization {quantization}, is {dtype_name(dtype)}")
-    if not has_pairs:
-        raise ConfigError("quantization", f"{quantization} needs a CPU with AVX-512 BF16, which this one lacks")
+    if not has_products:
+        raise ConfigError("quantization", f"{quantization} needs a CPU with AVX-512 BF16 and VNNI; this one lacks them")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -20,12 +20,13 @@ from baton.kernels.cpu.fused.fields import (
     TEMPERATURES,
     VOCAB,
 )
-from baton.kernels.cpu.fused.products import BLOCK_BYTES, multiply, outputs_in, pieces_of
+from baton.kernels.cpu.fused.products import BLOCK_BYTES, multiply, operand
 from baton.kernels.cpu.fused.rows import BF16, number_at
-from baton.kernels.cpu.fused.stages import finish, take_piece
+from baton.kernels.cpu.fused.stages import STAGE_BYTES, finish, take_piece
 from baton.kernels.cpu.jit_cache import jit
 from baton.kernels.cpu.omp import pointer
 from baton.kernels.cpu.scalar import to_f32
+from baton.kernels.cpu.small_gemm import num_pieces, outputs_of
 
 _SIGN, _INFINITE = 0x8000, 0x7F80
 _MINUS_INFINITY = -np.inf
@@ -67,15 +68,17 @@ def _noisiest(a: Any, n: int, noise_at: int, logits: Any, first: int) -> tuple[f
 
 @jit
 def head(a: Any, scratch: int, stage: int) -> None:
-    """Each piece of the logits keeps its best."""
+    """Two stages. Each piece of the logits keeps its best."""
     num_rows, vocab, weight = a[NUM_SAMPLED], a[VOCAB], a[HEAD : HEAD + 3]
-    total, mine = pieces_of(weight, vocab), 0
+    total, mine = num_pieces(vocab), 0
+    x = operand(a, num_rows, a[OUTPUTS], a[HIDDEN], weight, stage)
+    stage += STAGE_BYTES
     bests = carray(pointer(a[BESTS], np.float64(0.0)), (num_rows, total))
     places = carray(pointer(a[BESTS] + 8 * num_rows * total, np.int64(0)), (num_rows, total))
     piece = take_piece(stage)
     while piece < total:
-        first, count = outputs_in(weight, vocab, piece)
-        multiply(num_rows, a[OUTPUTS], a[HIDDEN], weight, vocab, piece, scratch, BLOCK_BYTES)
+        first, count = outputs_of(vocab, piece)
+        multiply(num_rows, x, a[HIDDEN], weight, vocab, piece, scratch, BLOCK_BYTES)
         for n in range(num_rows):
             logits = carray(pointer(scratch + n * BLOCK_BYTES, BF16), (count,))
             noise_at = number_at(a[NOISES], n) if a[NOISES] != 0 else 0
@@ -90,8 +93,7 @@ def head(a: Any, scratch: int, stage: int) -> None:
 
 @jit
 def choose(a: Any, stage: int) -> None:
-    num_rows, weight = a[NUM_SAMPLED], a[HEAD : HEAD + 3]
-    pieces, mine = pieces_of(weight, a[VOCAB]), 0
+    num_rows, pieces, mine = a[NUM_SAMPLED], num_pieces(a[VOCAB]), 0
     bests = carray(pointer(a[BESTS], np.float64(0.0)), (num_rows, pieces))
     places = carray(pointer(a[BESTS] + 8 * num_rows * pieces, np.int64(0)), (num_rows, pieces))
     chosen = carray(pointer(a[CHOSEN], np.int64(0)), (num_rows,))

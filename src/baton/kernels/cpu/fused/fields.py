@@ -6,7 +6,7 @@ Shapes: T rows, H query heads, G key-value heads, D head size, E hidden size, I 
 from __future__ import annotations
 
 # A weight is three addresses: its own, that of its scales (0: not int8), that of its bias (0: none).
-NUM_FIELDS = 51
+NUM_FIELDS = 52
 (
     FAULT,
     NUM_ROWS,
@@ -34,6 +34,7 @@ NUM_FIELDS = 51
     MERGED,  # [T, (H + 2 G) D]
     ATTENDED,  # [T, H D]
     INNERS,  # [T, I]
+    NARROWED,  # rows for int8 weights
     # Of drafters. Row t continues from id and state SOURCES[t], or t if SOURCES is 0.
     EMBEDDING,
     IDS,  # int64
@@ -70,7 +71,7 @@ NUM_ROTARY_COLUMNS = 4
 # Tables [rows, half].
 COS, SIN, HALF, ROTARY_ROWS = range(NUM_ROTARY_COLUMNS)
 
-STAGES_PER_LAYER, STAGES_OF_DRAFTS = 8, 4
+STAGES_PER_LAYER, STAGES_OF_DRAFTS = 12, 6
 # The kernel's arguments.
 NUM_ARGUMENTS = 3
 NUM_PASSES, PASSES = 1, 2

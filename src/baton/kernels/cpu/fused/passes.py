@@ -3,7 +3,7 @@ of tokens, with which the next one begins. A pass may be an LM head alone.
 
 Few rows are limited by reading weights. In one region, with stages that switch in a fraction of a microsecond
 (`stages`), memory is busy from the first weight to the last. Each stage calls the functions of the standalone kernel
-(`elementwise`, `small_gemm`, `int8_gemm`, `paged_attention`), and rounds at the same points, so the bits are equal.
+and rounds at the same points, so the bits are equal.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ def _layer(a: Any, number: int, layer: Any, scratch: int, is_last: bool) -> bool
     place = carray(pointer(a[PLACES] + 8 * 3 * number, np.int64(0)), (3,))
     # Rows of a drafter that are not sampled need no output.
     is_wanted = not is_last or a[EMBEDDING] == 0 or a[NUM_SAMPLED] > 0
-    if not attend(a, layer, place, is_wanted, stage + 2 * STAGE_BYTES):
+    if not attend(a, layer, place, is_wanted, stage + 3 * STAGE_BYTES):
         return False
     if is_wanted:
-        project(a, layer[OUT : OUT + 3], a[ATTENDED], queries, hidden, 0, scratch, stage + 4 * STAGE_BYTES)
-        norms(a, layer[POST_NORM], 0, stage + 5 * STAGE_BYTES)
-        gate(a, layer[GATE_UP : GATE_UP + 3], scratch, stage + 6 * STAGE_BYTES)
-        project(a, layer[DOWN : DOWN + 3], a[INNERS], inner, hidden, 0, scratch, stage + 7 * STAGE_BYTES)
+        project(a, layer[OUT : OUT + 3], a[ATTENDED], queries, hidden, 0, scratch, stage + 5 * STAGE_BYTES)
+        norms(a, layer[POST_NORM], 0, stage + 7 * STAGE_BYTES)
+        gate(a, layer[GATE_UP : GATE_UP + 3], scratch, stage + 8 * STAGE_BYTES)
+        project(a, layer[DOWN : DOWN + 3], a[INNERS], inner, hidden, 0, scratch, stage + 10 * STAGE_BYTES)
     return True
 
 
@@ -93,7 +93,7 @@ def _pass(a: Any, thread: int) -> bool:
     layers = carray(pointer(a[LAYERS], np.int64(0)), (num_layers, NUM_COLUMNS))
     stage = a[STAGES] + num_layers * STAGES_PER_LAYER * STAGE_BYTES
     if a[FEATURES_IN] != 0:
-        weight, last = a[FC : FC + 3], stage + 3 * STAGE_BYTES
+        weight, last = a[FC : FC + 3], stage + 4 * STAGE_BYTES
         project(a, weight, a[FEATURES_IN], a[FEATURES_WIDTH], a[HIDDEN], a[STATES], scratch, last)
     for number in range(num_layers):
         if not _layer(a, number, layers[number], scratch, number + 1 == num_layers):
@@ -102,7 +102,7 @@ def _pass(a: Any, thread: int) -> bool:
         if a[FINAL_NORM] != 0:
             final_norms(a, stage)
         head(a, scratch, stage + STAGE_BYTES)
-        choose(a, stage + 2 * STAGE_BYTES)
+        choose(a, stage + 3 * STAGE_BYTES)
     return True
 
 

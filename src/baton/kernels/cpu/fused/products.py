@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from baton.kernels.cpu.elementwise import add_row, gate_row
-from baton.kernels.cpu.fused.fields import HIDDEN, INNER, INNERS, NORMED, NUM_ROWS, X
-from baton.kernels.cpu.fused.rows import BF16, ELEMENT_BYTES
-from baton.kernels.cpu.fused.stages import finish, take_piece
-from baton.kernels.cpu.int8_gemm import multiply_block
+from baton.kernels.cpu.fused.fields import HIDDEN, INNER, INNERS, NARROWED, NORMED, NUM_ROWS, X
+from baton.kernels.cpu.fused.rows import BF16, ELEMENT_BYTES, ROWS_AT_ONCE
+from baton.kernels.cpu.fused.stages import STAGE_BYTES, finish, take_piece
+from baton.kernels.cpu.int8_gemm import multiply_narrowed
+from baton.kernels.cpu.int8_rows import GROUP_BYTES, groups_of, narrow_row
 from baton.kernels.cpu.jit_cache import jit
 from baton.kernels.cpu.simd import CHUNKS, LANES
 from baton.kernels.cpu.small_gemm import multiply_piece, num_pieces, outputs_of
@@ -20,34 +21,42 @@ SCRATCH_BYTES = 2 * BLOCK_BYTES
 
 
 @jit
-def pieces_of(weight: Any, outputs: int) -> int:
-    return num_pieces(outputs) if weight[1] == 0 else outputs // BLOCK
-
-
-@jit
-def outputs_in(weight: Any, outputs: int, piece: int) -> tuple[int, int]:
-    """A piece's first output, and how many there are."""
-    return outputs_of(outputs, piece) if weight[1] == 0 else (piece * BLOCK, BLOCK)
+def operand(a: Any, num_rows: int, x: int, columns: int, weight: Any, stage: int) -> int:
+    """x [T, K] as `multiply` reads it: whole numbers for int8."""
+    if weight[1] == 0:
+        return x
+    row_bytes = groups_of(columns) * GROUP_BYTES
+    total, mine = (num_rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE, 0
+    block = take_piece(stage)
+    while block < total:
+        for t in range(block * ROWS_AT_ONCE, min((block + 1) * ROWS_AT_ONCE, num_rows)):
+            narrow_row(x + t * columns * ELEMENT_BYTES, columns, a[NARROWED] + t * row_bytes)
+        mine += 1
+        block = take_piece(stage)
+    finish(stage, mine, total)
+    return a[NARROWED]  # type: ignore[no-any-return]
 
 
 @jit
 def multiply(
     num_rows: int, x: int, columns: int, weight: Any, outputs: int, piece: int, out: int, out_bytes: int
 ) -> None:
-    """A piece of x [T, K] times a weight (address, scale, bias). `out`: the address of its first output in row 0."""
+    """A piece of an operand times a weight (address, scale, bias). `out`: its first output in row 0."""
     if weight[1] == 0:
         multiply_piece(num_rows, x, columns, weight[0], outputs, piece, weight[2], out, out_bytes)
     else:
-        multiply_block(num_rows, x, columns, weight[0], weight[1], piece, weight[2], out, out_bytes)
+        multiply_narrowed(num_rows, x, columns, weight[0], weight[1], outputs, piece, weight[2], out, out_bytes)
 
 
 @jit
 def project(a: Any, weight: Any, x: int, columns: int, outputs: int, out: int, scratch: int, stage: int) -> None:
-    """x [T, K] times a weight: stored at `out`, or if that is 0 added to the residual stream."""
-    num_rows, row_bytes, total, mine = a[NUM_ROWS], outputs * ELEMENT_BYTES, pieces_of(weight, outputs), 0
+    """Two stages. x [T, K] times a weight: stored at `out`, or if that is 0 added to the residual stream."""
+    num_rows, row_bytes, total, mine = a[NUM_ROWS], outputs * ELEMENT_BYTES, num_pieces(outputs), 0
+    x = operand(a, num_rows, x, columns, weight, stage)
+    stage += STAGE_BYTES
     piece = take_piece(stage)
     while piece < total:
-        at, count = outputs_in(weight, outputs, piece)
+        at, count = outputs_of(outputs, piece)
         if out != 0:
             multiply(num_rows, x, columns, weight, outputs, piece, out + at * ELEMENT_BYTES, row_bytes)
         else:
@@ -62,14 +71,16 @@ def project(a: Any, weight: Any, x: int, columns: int, outputs: int, out: int, s
 
 @jit
 def gate(a: Any, weight: Any, scratch: int, stage: int) -> None:
-    """silu(gate) * up. A piece is a block of gates and the same one of ups."""
+    """Two stages: silu(gate) * up. Pieces are blocks of each."""
     num_rows, inner = a[NUM_ROWS], a[INNER]
     blocks, total, mine = inner // BLOCK, inner // BLOCK, 0
     ups = scratch + num_rows * BLOCK_BYTES
+    x = operand(a, num_rows, a[NORMED], a[HIDDEN], weight, stage)
+    stage += STAGE_BYTES
     piece = take_piece(stage)
     while piece < total:
-        multiply(num_rows, a[NORMED], a[HIDDEN], weight, 2 * inner, piece, scratch, BLOCK_BYTES)
-        multiply(num_rows, a[NORMED], a[HIDDEN], weight, 2 * inner, blocks + piece, ups, BLOCK_BYTES)
+        multiply(num_rows, x, a[HIDDEN], weight, 2 * inner, piece, scratch, BLOCK_BYTES)
+        multiply(num_rows, x, a[HIDDEN], weight, 2 * inner, blocks + piece, ups, BLOCK_BYTES)
         for t in range(num_rows):
             row = t * BLOCK_BYTES
             to = a[INNERS] + (t * inner + piece * BLOCK) * ELEMENT_BYTES

@@ -1,0 +1,98 @@
+"""Rows of bfloat16 as whole numbers of 15 bits, 128 * high + low bytes, in groups of columns.
+
+Each is a multiple of 2^-13 of the power of two below its group's largest magnitude. From 1/64 of it on they are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numba
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import carray  # type: ignore[attr-defined]
+from numba.extending import intrinsic
+
+from baton.kernels.cpu.jit_cache import jit
+from baton.kernels.cpu.omp import pointer
+from baton.kernels.cpu.simd import CHUNKS, LANES, folded, load_widened, splat, store
+
+GROUP = CHUNKS * LANES
+# After high and low bytes: float32, and minus their sum in int32.
+SCALE_AT = 2 * GROUP
+SUM_AT = SCALE_AT + 4
+GROUP_BYTES = SUM_AT + 4
+# With a normal factor.
+_LEAST_EXPONENT, _INFINITE, _NAN = 14, 0xFF, 0x7FC00000
+_I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+_BYTES, _WORDS = ir.VectorType(_I8, LANES), ir.VectorType(_I32, LANES)
+
+
+def _words(builder: Any, number: int) -> Any:
+    return splat(builder, ir.Constant(_I32, number))
+
+
+def _float(builder: Any, exponent: Any) -> Any:
+    return builder.bitcast(builder.shl(exponent, ir.Constant(_I32, 23)), ir.FloatType())
+
+
+def _larger(builder: Any, a: Any, b: Any, order: str = ">") -> Any:
+    return builder.select(builder.icmp_signed(order, a, b), a, b)
+
+
+def _narrowed(typing_context: Any, source: Any, destination: Any) -> Any:
+    """64 bfloat16 at `source`, which may be `destination`. If one is not finite, the scale is NaN."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source, destination = args
+        wide = [load_widened(builder, builder.add(source, ir.Constant(_I64, 32 * i)), 2) for i in range(CHUNKS)]
+        peak = _words(builder, 0)
+        for vector in wide:
+            peak = _larger(builder, peak, builder.and_(builder.bitcast(vector, _WORDS), _words(builder, 0x7FFFFFFF)))
+        exponent = builder.lshr(folded(builder, peak, _larger), ir.Constant(_I32, 23))
+        is_finite = builder.icmp_signed("<", exponent, ir.Constant(_I32, _INFINITE))
+        exponent = _larger(builder, exponent, ir.Constant(_I32, _LEAST_EXPONENT))
+        factor = splat(builder, _float(builder, builder.sub(ir.Constant(_I32, 2 * 127 + 13), exponent)))
+        # Rounds in low bits.
+        magic = splat(builder, ir.Constant(ir.FloatType(), 12582912.0))
+        total = _words(builder, 0)
+        for i, vector in enumerate(wide):
+            shifted = builder.bitcast(builder.fadd(builder.fmul(vector, factor), magic), _WORDS)
+            number = builder.sub(shifted, builder.bitcast(magic, _WORDS))
+            high = builder.ashr(builder.add(number, _words(builder, 64)), _words(builder, 7))
+            high = _larger(builder, high, _words(builder, 127), "<")
+            low = builder.sub(number, builder.shl(high, _words(builder, 7)))
+            store(builder, builder.trunc(high, _BYTES), destination, LANES * i)
+            store(builder, builder.trunc(low, _BYTES), destination, GROUP + LANES * i)
+            total = builder.sub(total, number)
+        scale = _float(builder, builder.sub(exponent, ir.Constant(_I32, 13)))
+        nan = builder.bitcast(ir.Constant(_I32, _NAN), ir.FloatType())
+        store(builder, builder.select(is_finite, scale, nan), destination, SCALE_AT)
+        total = folded(builder, total, lambda builder, a, b: builder.add(a, b))
+        store(builder, total, destination, SUM_AT)
+        return context.get_dummy_value()
+
+    return numba.void(numba.int64, numba.int64), generate
+
+
+_narrow = cast(Callable[[Any, Any], None], intrinsic(_narrowed))
+
+
+@jit
+def groups_of(columns: int) -> int:
+    return (columns + GROUP - 1) // GROUP
+
+
+@jit
+def narrow_row(x: int, columns: int, to: int) -> None:
+    """Missing columns are zeros."""
+    whole = columns // GROUP
+    for g in range(whole):
+        _narrow(x + 2 * GROUP * g, to + GROUP_BYTES * g)
+    if whole * GROUP < columns:
+        rest = carray(pointer(x, np.uint16(0)), (columns,))[whole * GROUP :]
+        padded = carray(pointer(to + GROUP_BYTES * whole, np.uint16(0)), (GROUP,))
+        for i in range(GROUP):
+            padded[i] = rest[i] if i < len(rest) else np.uint16(0)
+        _narrow(to + GROUP_BYTES * whole, to + GROUP_BYTES * whole)
