@@ -50,6 +50,14 @@ def test_a_partly_broken_drafter_is_named_by_the_prefill_engines_drafts(healthy_
     assert all(named == {"decode-1"} for _, named in found)
 
 
+@pytest.mark.parametrize("num_prompts", [5, 1000])
+def test_a_prompt_that_is_sent_again_and_again_counts_once(num_prompts: int) -> None:
+    alarms = AcceptanceAlarms()
+    for number in range(1000):
+        alarms.observe(RequestAcceptance(handed(0), [0, 2, 2], [3, 3, 3], number % num_prompts))
+    assert bool(alarms.alarms()) == (num_prompts > 100)
+
+
 def test_bad_drafts_of_one_prefill_engine_do_not_make_good_ones_of_a_decode_engine_suspect() -> None:
     """Each prefill engine sends to one decode engine."""
     rng, alarms = random.Random(0), AcceptanceAlarms()

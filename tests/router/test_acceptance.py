@@ -30,7 +30,8 @@ async def test_a_decode_engine_whose_drafts_are_refused_is_named(
         asked = 0
         while not (acceptance := (await status_of(session, url))["acceptance"])["alarms"]:
             assert asked < 100
-            answers = await asyncio.gather(*(complete(session, url, max_tokens=8) for _ in range(10)))
+            prompts = [[5, 6, number] for number in range(asked, asked + 10)]
+            answers = await asyncio.gather(*(complete(session, url, prompt=ids, max_tokens=8) for ids in prompts))
             assert {status for status, _ in answers} == {200}
             asked += len(answers)
         async with session.get(f"{url}/metrics") as response:

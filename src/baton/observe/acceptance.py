@@ -32,11 +32,12 @@ class Group:
 @dataclass(frozen=True, slots=True)
 class RequestAcceptance:
     """One request: per verification the number of drafts and of accepted ones. After a handoff, the first verification
-    is of the prefill engine's drafts."""
+    is of the prefill engine's drafts. `prompt`: a hash, if known."""
 
     group: Group
     accepted: Sequence[int]
     drafted: Sequence[int]
+    prompt: int | None = None
 
     @property
     def first(self) -> tuple[Sequence[int], Sequence[int]]:

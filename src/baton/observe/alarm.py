@@ -8,10 +8,10 @@ import logging
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from baton.observe.acceptance import RequestAcceptance
+from baton.observe.acceptance import Group, RequestAcceptance
 from baton.observe.detector import DropDetector
 from baton.observe.expected import DraftPair, ExpectedDrafts
-from baton.observe.samples import Figures, Part, Sample, SamplePool, Subject
+from baton.observe.samples import LIFE, Figures, Part, Sample, SamplePool, Subject
 
 logger = logging.getLogger(__name__)
 
@@ -131,10 +131,13 @@ class AcceptanceAlarms:
         self._watched: dict[Subject, tuple[_Comparison, ...]] = {}
         self._expected = ExpectedDrafts()
         self._num_requests = 0
+        self._prompts: dict[tuple[Group, int], int] = {}  # and when they came last
 
     def observe(self, request: RequestAcceptance) -> None:
-        """Add a request that ran on one route."""
+        """Add a request that ran on one route. A prompt that is sent again and again counts once."""
         self._num_requests += 1
+        if request.prompt is not None and self._is_again(request.group, request.prompt):
+            return
         group, sample = request.group, Sample.of(request, self._num_requests)
         pair = DraftPair.of(request)
         self._compare(Subject("", group.decode), sample, pair)
@@ -144,6 +147,13 @@ class AcceptanceAlarms:
             self._expected.add(group.decode, pair)
         for name in (group.route,) if group.handed_off else (group.route, _LOCAL):
             self._pool(name).add(sample)
+
+    def _is_again(self, group: Group, prompt: int) -> bool:
+        last = self._prompts.pop((group, prompt), None)
+        self._prompts[group, prompt] = self._num_requests
+        if len(self._prompts) > LIFE:
+            del self._prompts[next(iter(self._prompts))]
+        return last is not None and last > self._num_requests - LIFE
 
     def alarms(self) -> list[Alarm]:
         return [

@@ -45,7 +45,7 @@ class ObservedRequest:
         if chunk.queued_s is not None:
             self.timeline.queued_s = chunk.queued_s
         if chunk.finish_reason is not None:
-            self._observer.on_last_chunk(self.timeline, chunk)
+            self._observer.on_last_chunk(self.request, self.timeline, chunk)
 
 
 class AcceptanceState(TypedDict):
@@ -96,14 +96,15 @@ class RequestObserver:
                 del self._traces[name]
                 trace.end(self._request_attributes(request.sampling_params))
 
-    def on_last_chunk(self, timeline: RequestTimeline, chunk: TokenChunk) -> None:
+    def on_last_chunk(self, request: GenerateRequest, timeline: RequestTimeline, chunk: TokenChunk) -> None:
         finish = "refused" if is_refusal(chunk.error) else chunk.finish_reason or ""
         timeline.on_end(time.monotonic(), finish, chunk.error or "")
         if chunk.finish_reason not in ("stop", "length") or timeline.resumed or not any(timeline.drafted):
             return
         prefill = timeline.engines[0] if timeline.route == HANDED_OFF else ""
         group = Group(timeline.route, prefill, timeline.engines[-1])
-        acceptance = RequestAcceptance(group, timeline.accepted, timeline.drafted)
+        prompt = hash(tuple(request.prompt_token_ids))
+        acceptance = RequestAcceptance(group, timeline.accepted, timeline.drafted, prompt)
         self.totals.observe(acceptance)
         self.alarms.observe(acceptance)
 
