@@ -31,8 +31,8 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RequestAcceptance:
-    """One request: per verification the number of drafts and of accepted ones. After a handoff, the first verification
-    is of the prefill engine's drafts. `prompt`: a hash, if known."""
+    """One request: per verification the number of drafts and of accepted ones. After a handoff, the first is of the
+    prefill engine's drafts. `prompt`: a hash, if known."""
 
     group: Group
     accepted: Sequence[int]
@@ -95,7 +95,7 @@ class GroupTotals:
 
 
 class AcceptanceTotals:
-    """Totals by group. The least recently used group is evicted for a new one."""
+    """Totals by group. The least recently used is evicted for a new one."""
 
     def __init__(self, max_groups: int = 256) -> None:
         self._max_groups = max_groups

@@ -124,17 +124,17 @@ class Alarm:
 
 
 class AcceptanceAlarms:
-    """Watches acceptance by decode engine and by engine pair."""
+    """By decode engine and by engine pair."""
 
     def __init__(self) -> None:
         self._pools: dict[str, SamplePool] = {}
         self._watched: dict[Subject, tuple[_Comparison, ...]] = {}
         self._expected = ExpectedDrafts()
         self._num_requests = 0
-        self._prompts: dict[tuple[Group, int], int] = {}  # and when they came last
+        self._prompts: dict[tuple[Group, int], int] = {}  # their last request
 
     def observe(self, request: RequestAcceptance) -> None:
-        """Add a request that ran on one route. A prompt that is sent again and again counts once."""
+        """`request` ran on one route. Repeated prompts count once."""
         self._num_requests += 1
         if request.prompt is not None and self._is_again(request.group, request.prompt):
             return

@@ -74,7 +74,7 @@ class Posts:
             raise
 
     def _prepare(self, path: str) -> tuple[aiohttp.ClientRequest, bytes]:
-        """What finds a connection, and the common part of heads."""
+        """A connection's key, and the common part of heads."""
         url, loop = URL(self._base + path), asyncio.get_running_loop()
         headers = {"Content-Type": "application/json", **self._session.headers, **self._headers}
         target = aiohttp.ClientRequest("POST", url, headers=headers, loop=loop, session=self._session)
