@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers
 
@@ -45,6 +45,7 @@ def stream(tokenizer: Tokenizer, ids: list[int], prompt: list[int] | None = None
 def test_pieces_join_to_the_text_and_split_no_character(byte_level: Tokenizer, text: str) -> None:
     text = text.replace("\N{REPLACEMENT CHARACTER}", "")
     ids = byte_level.encode(text)
+    assume(byte_level.special_ids.isdisjoint(ids))  # hypothesis tries strings of the code, such as "<eos>"
     pieces = stream(byte_level, ids)
     assert "".join(pieces) == text
     assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
