@@ -64,7 +64,7 @@ def test_the_device_is_waited_for_before_copies_and_only_then(calls: list[str]) 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_step_that_failed_made_nothing_final(calls: list[str], fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     half = connector(calls)
-    half.worker.results = lambda idle: Results()  # type: ignore[method-assign]
+    half.worker.results = lambda *_: Results()  # type: ignore[method-assign]
     half.worker.take_admitted = set  # type: ignore[method-assign]
     half.worker.take_first_tokens = dict  # type: ignore[method-assign]
     half.worker.counts, half._reported = Counter(), {}
@@ -85,7 +85,7 @@ def test_a_receive_of_several_workers_ends_with_the_last_and_fails_with_any() ->
 
     def output(rank: int, step: Results, admitted: set[str]) -> Any:
         half = BatonConnector.__new__(BatonConnector)
-        half._connector_metadata, worker = None, SimpleNamespace(results=lambda idle: step)
+        half._connector_metadata, worker = None, SimpleNamespace(results=lambda *_: step)
         worker.take_admitted, worker.take_first_tokens = lambda: admitted, lambda: dict.fromkeys(admitted, 7)
         half._opened = opened(worker, rank)
         ends = half.get_transfer_results(set())
@@ -155,7 +155,7 @@ def without_tokens(ranks: int = 1, sleeps: bool = False, preempted: Iterable[str
     `sleeps`: vLLM's engine core sleeps after it."""
     half = BatonConnector.__new__(BatonConnector)
     scheduler = SimpleNamespace(on_preempted=lambda ids: None, take_step=StepNews, first_tokens=FirstTokens())
-    scheduler.on_received = lambda request_id, failed: None
+    scheduler.on_received, scheduler.is_parked = lambda request_id, failed: None, lambda: True
     config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=ranks))
     vars(half).update(_vllm_config=config, _scheduler=scheduler, _skips_drafts=False, _sleeps_when_idle=sleeps)
     step = SimpleNamespace(preempted_req_ids={*preempted}, num_scheduled_tokens={}, total_num_scheduled_tokens=0)
