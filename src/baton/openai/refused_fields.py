@@ -85,7 +85,7 @@ FORBIDDEN |= {"bootstrap_host", "bootstrap_port", "bootstrap_room", "remote_host
 def is_empty(field: msgspec.Raw) -> bool:
     """Whether it is [] or {}, which count as absent."""
     raw = memoryview(field)
-    return bytes(raw[:1]) in (b"[", b"{") and len(raw) <= _MAX_NEUTRAL_BYTES and not msgspec.json.decode(raw)
+    return raw[0] in b"[{" and len(raw) <= _MAX_NEUTRAL_BYTES and not msgspec.json.decode(raw)
 
 
 def refuse_unserved(fields: Mapping[str, msgspec.Raw], also: Mapping[str, Refused] = NOTHING_ELSE) -> None:

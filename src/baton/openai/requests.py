@@ -162,8 +162,7 @@ def decode_body(
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         note_user(fields)
         refuse_unserved({name: fields[name] for name in fields.keys() - served}, also)
-        arrays = [name for name, raw in fields.items() if memoryview(raw)[0] in b"[{"]
-        if empty := {name for name in arrays if name not in _required(kind) and is_empty(fields[name])}:
+        if empty := {name for name, raw in fields.items() if is_empty(raw) and name not in _required(kind)}:
             body = msgspec.json.encode({name: raw for name, raw in fields.items() if name not in empty})
         # As in vLLM, 16.0 (from clients without integers) and "16" count as 16.
         return msgspec.json.decode(body, type=kind, strict=False)
