@@ -15,6 +15,7 @@ import pytest
 
 from baton.engine.config import KVTransferConfig
 from baton.handoff.protocol.ticket import Ticket, load_or_create_key, request_digest, sign_ticket
+from baton.kvstore.store import StoreOptions
 from baton.openai.http.api_errors import error_of_chunk, to_api_error
 from baton.sampling_params import SamplingParams
 from baton.text import Tokenizer
@@ -78,10 +79,10 @@ class Cluster:
 def cluster(directory: Path, num: int, pages: int, store: bool = False, **decode: Any) -> Iterator[Cluster]:
     """`num` prefill engines and as many decode engines, with `pages` pages each."""
     key_file = str(directory / "ticket.key")
-    uri = f"file://{directory}/store" if store else None
+    kept = StoreOptions(path=f"{directory}/store") if store else None
     common: dict[str, Any] = {
         "ticket_key_file": key_file,
-        "kv_transfer_config": KVTransferConfig(kv_transport="local://", prefix_store=uri),
+        "kv_transfer_config": KVTransferConfig("local://", prefix_store=kept),
         "kv_cache_memory": (pages + 1) * PAGE_BYTES,
         "max_model_len": 16 * (pages - 1),
         "max_num_batched_tokens": 64,

@@ -56,7 +56,7 @@ def test_a_closed_llm_frees_its_memory_and_keeps_its_metrics(
 
 
 def test_engines_of_a_handoff(no_garbage_collector: None, tmp_path: Path) -> None:
-    config = KVTransferConfig(kv_transport="shm://", prefix_store=f"file://{tmp_path}/store")
+    config = KVTransferConfig.parse({"kv_transport": "shm://", "prefix_store": f"file://{tmp_path}/store"})
     with pair(tmp_path, kv_transfer_config=config, kv_stream="layer", kv_cache_memory=32 << 20) as two:
         refs = [held(two.prefill.engine), held(two.decode.engine)]
         legs = two.legs("a", list(range(300)), PARAMS, "push")

@@ -36,7 +36,7 @@ def prompts() -> list[list[int]]:
 
 
 def with_store(directory: Path, **more: Any) -> dict[str, Any]:
-    return {"kv_transfer_config": KVTransferConfig(prefix_store=f"file://{directory}", **more)}
+    return {"kv_transfer_config": KVTransferConfig.parse({"prefix_store": f"file://{directory}", **more})}
 
 
 def settle(engine: Stepped) -> None:
@@ -174,7 +174,7 @@ def test_damaged_and_foreign_entries_are_computed_again(
 def test_a_store_that_is_full_costs_no_answer(
     prompts: list[list[int]], expected: Results, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = KVTransferConfig(prefix_store=f"file://{tmp_path}?max_bytes=2000")
+    config = KVTransferConfig.parse({"prefix_store": f"file://{tmp_path}?max_bytes=2000"})
     assert serve(prompts, PARAMS, kv_transfer_config=config) == (expected, 0)
     assert "a prefix was not stored: " in caplog.text
 
@@ -299,7 +299,7 @@ def test_sliding_windows_and_other_weights(checkpoint: Callable[..., Path], tmp_
 )
 def test_bad_settings_are_refused(uri: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        Stepped(kv_transfer_config=KVTransferConfig(prefix_store=uri))
+        Stepped(kv_transfer_config=KVTransferConfig.parse({"prefix_store": uri}))
 
 
 def test_an_engine_that_does_not_start_gives_its_memory_back(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_an_engine_that_does_not_start_gives_its_memory_back(tmp_path: Path) -> 
         return files | {thread.name for thread in threading.enumerate() if thread.name.startswith("baton-shm")}
 
     before = own()
-    transfer = KVTransferConfig(prefix_store="file:///proc/nothing")
+    transfer = KVTransferConfig.parse({"prefix_store": "file:///proc/nothing"})
     with pytest.raises(ConfigError, match="cannot use the directory"):
         Stepped(kv_transfer_config=transfer, ticket_key_file=str(tmp_path / "key"))
     assert own() == before

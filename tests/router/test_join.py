@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import msgspec
 import pytest
 
 from baton.errors import BatonError, EngineLostError, EngineUnavailableError, ProtocolError
-from baton.router.join import Joined, join_legs
+from baton.router.attempt import RunningAttempt
+from baton.router.join import Joined, LegChunks, join_legs
 from baton.router.leg_tasks import Chunks, LegItems
 from baton.sampling_params import SamplingParams
 from baton.wire import GenerateRequest, TokenChunk, TokenLogprobs
@@ -110,3 +113,43 @@ def test_logprobs_of_another_number_of_tokens_are_no_answer(scores: list[TokenLo
         Joined(asked).push(msgspec.structs.replace(told, prompt_logprobs=scores))
     with pytest.raises(ProtocolError, match="2 logprobs came with 1 tokens"):
         Joined(asked).push(msgspec.structs.replace(CHUNK, logprobs=[TokenLogprobs(-1.0)] * 2))
+
+
+class CountedLeg(AbstractContextManager[Callable[[], None]]):
+    """`broken`: the call that raises."""
+
+    def __init__(self, broken: str) -> None:
+        self._broken, self.running = broken, False
+
+    def __enter__(self) -> Callable[[], None]:
+        if self._broken == "enter":
+            raise EngineUnavailableError("enter")
+        self.running = True
+        return lambda: None
+
+    def __exit__(self, *error: object) -> None:
+        self.running = False
+        if self._broken == "exit":
+            raise EngineUnavailableError("exit")
+
+
+@pytest.mark.parametrize("broken", ["enter", "exit", "chunks"])
+@pytest.mark.parametrize("nth", [0, 1])
+async def test_no_leg_stays_counted(broken: str, nth: int) -> None:
+    legs = [CountedLeg(broken if i == nth else "") for i in range(2)]
+
+    async def chunks() -> LegChunks:
+        try:
+            yield CHUNK, "decode"
+        finally:
+            if broken == "chunks":
+                raise EngineUnavailableError("chunks")
+
+    async def run() -> None:
+        async with RunningAttempt(chunks(), legs) as attempt:
+            assert await anext(attempt.chunks) == (CHUNK, "decode")
+            assert [leg.running for leg in legs] == [True, True]
+
+    with pytest.raises(EngineUnavailableError, match=broken):
+        await run()
+    assert [leg.running for leg in legs] == [False, False]

@@ -334,7 +334,7 @@ def _legs(
 def _prefix_store(
     config: EngineConfig, facts: dict[str, str], cache: KVCache, kv: dict[str, GroupMemory]
 ) -> PrefixStore | None:
-    options = config.kv_transfer_config.store_options()
+    options = config.kv_transfer_config.prefix_store
     if options is None:
         return None
     # Pages are stored byte for byte.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 
 from baton.errors import is_refusal, reason_label
@@ -40,17 +40,17 @@ class RunningAttempt:
     prefilled: list[Callable[[], None]] = field(default_factory=list)
     failures: Counter[str] | None = None
     outcome: HandoffOutcome = "aborted"
+    _entered: ExitStack = field(default_factory=ExitStack)
 
     async def __aenter__(self) -> RunningAttempt:
-        self.prefilled = [leg.__enter__() for leg in self.counted]
+        with ExitStack() as entered:
+            self.prefilled = [entered.enter_context(leg) for leg in self.counted]
+            self._entered = entered.pop_all()
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        try:
+        with self._entered:
             await self.chunks.aclose()
-        finally:
-            for leg in self.counted:
-                leg.__exit__(None, None, None)
 
     def note(self, chunk: TokenChunk, leg: LegRole) -> None:
         """Raises `LegFailed` for an error that another attempt may recover from."""

@@ -17,6 +17,7 @@ from baton.errors import ConfigError
 from baton.kv.block_tables import BlockTables
 from baton.kv.cache import KVCache
 from baton.kv.interval import Rules
+from baton.kvstore.store import StoreOptions
 from baton.sampling_params import SamplingParams
 from testkit.checkpoints import kinds
 from testkit.checkpoints.common import make_drafter
@@ -126,7 +127,7 @@ def test_prefixes_of_every_kind_are_stored(trial: Trial, tmp_path: Path) -> None
     """Another engine continues from the last span that ends with a checkpoint."""
     prompts = [prompt_of(300, salt=9), [*prompt_of(270, salt=9)[:255], 1, 2, 3, 4, 5]]
     expected = trial.expect(prompts)
-    transfer = KVTransferConfig(prefix_store=f"file://{tmp_path}")
+    transfer = KVTransferConfig(prefix_store=StoreOptions(path=str(tmp_path)))
     settings = trial.settings("guesses", kv_transfer_config=transfer, mamba_block_size=36, max_num_batched_tokens=100)
     for loaded in ([0, 0], [252, 252]):
         with stepped(**settings) as one:

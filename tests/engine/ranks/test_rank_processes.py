@@ -22,6 +22,7 @@ from baton.engine.ranks.orders import Compute, decode_order, encode_message
 from baton.engine.ranks.rank_executor import RankExecutor
 from baton.engine.step_plans import DraftPlan, DraftResult, StepPlan, one_request
 from baton.errors import BatonError, ConfigError, EngineUnavailableError
+from baton.kvstore.store import StoreOptions
 from baton.transports.mapped.segments import file_of
 from testkit.checkpoints.gemma4 import make_assistant, make_gemma4
 from testkit.checkpoints.granite import make_granite
@@ -121,7 +122,7 @@ def test_a_rank_ends_with_the_first_and_leaves_no_files(tmp_path: Path) -> None:
         ({"tensor_parallel_size": 4, "reduction_slices": 2, "batch_invariant": True}, "reduction_slices: must be a "),
         ({"tensor_parallel_size": 2, "reduction_slices": 2}, "reduction_slices: must be left out without"),
         (
-            {"tensor_parallel_size": 2, "kv_transfer_config": KVTransferConfig(prefix_store="file:///tmp/prefixes")},
+            {"tensor_parallel_size": 2, "kv_transfer_config": KVTransferConfig(prefix_store=StoreOptions())},
             "kv_transfer_config.prefix_store: is for engines of one rank",
         ),
         ({"pipeline_parallel_size": 9}, "pipeline_parallel_size: must be 1 to 8, got 9"),

@@ -98,10 +98,10 @@ class EngineConfig(ServingSettings):
             what = f"must be shm with several ranks, which share their pages, got {transfer.kv_transport!r}"
             if not shared:
                 raise ConfigError("kv_transfer_config.kv_transport", what)
-        store = transfer.store_options()
-        if store is not None and self.num_ranks > 1:
+        stores = transfer.prefix_store is not None
+        if stores and self.num_ranks > 1:
             raise ConfigError("kv_transfer_config.prefix_store", "is for engines of one rank")
-        if store is not None and not self.enable_prefix_caching:
+        if stores and not self.enable_prefix_caching:
             raise ConfigError("kv_transfer_config.prefix_store", "needs prefix caching, which is off")
         publishes = self.kv_events_config.enabled
         self._need(not publishes or self.enable_prefix_caching, "kv_events_config", "off without prefix caching")

@@ -22,7 +22,7 @@ class KVTransferConfig:
     kv_transport: str = "shm"
     control_bind: str = "tcp://127.0.0.1:*"
     handoff_timeout_s: float = DEFAULT_HANDOFF_TIMEOUT_S
-    prefix_store: str | None = None
+    prefix_store: StoreOptions | None = None
 
     @classmethod
     def parse(cls, value: str | dict[str, Any] | None, kv_transport: str | None = None) -> KVTransferConfig:
@@ -36,20 +36,22 @@ class KVTransferConfig:
         if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout <= 3600:
             raise ConfigError("kv_transfer_config.handoff_timeout_s", f"must be in (0, 3600], got {timeout!r}")
         given = {} if kv_transport is None else {"kv_transport": kv_transport}
-        return cls(**{**data, "handoff_timeout_s": float(timeout), **given})
+        store = _store_options(data.get("prefix_store"))
+        return cls(**{**data, "handoff_timeout_s": float(timeout), "prefix_store": store, **given})
 
-    def store_options(self) -> StoreOptions | None:
-        """Of `prefix_store`. Raises `ConfigError`."""
-        if self.prefix_store is None:
-            return None
-        field = "kv_transfer_config.prefix_store"
-        try:
-            scheme, query = parse_uri(self.prefix_store)
-        except ConfigError:
-            scheme = ""
-        if scheme != "file":
-            raise ConfigError(field, f"must be file:///DIRECTORY, got {self.prefix_store!r}")
-        try:
-            return read_options(scheme, query, StoreOptions)
-        except ConfigError as error:
-            raise ConfigError(field, error.message) from None
+
+def _store_options(uri: str | None) -> StoreOptions | None:
+    """Of `prefix_store`. Raises `ConfigError`."""
+    if uri is None:
+        return None
+    field = "kv_transfer_config.prefix_store"
+    try:
+        scheme, query = parse_uri(uri)
+    except ConfigError:
+        scheme = ""
+    if scheme != "file":
+        raise ConfigError(field, f"must be file:///DIRECTORY, got {uri!r}")
+    try:
+        return read_options(scheme, query, StoreOptions)
+    except ConfigError as error:
+        raise ConfigError(field, error.message) from None

@@ -44,6 +44,7 @@ class LayerStream:
         limits: StreamLimits | None = None,
     ) -> None:
         self._agent, self._cache, self._behind, self._by_layer = agent, cache, int(many_ranks), by_layer
+        self._most_reports = _MOST_REPORTS if by_layer else 1
         self._min_bytes, self._few_rows = limits or LIMITS
         self._groups_of: dict[int, list[tuple[str, int]]] = {}  # by layer: its groups, and bytes per token
         for group in groups:
@@ -74,7 +75,7 @@ class LayerStream:
                 continue
             final = {name: self._cache.num_final(name, n, computed, 0) for name in self._names}
             pages = self._cache.offered(request.kv, n)
-            least = max(self._min_bytes, num_bytes // _MOST_REPORTS) if self._by_layer else num_bytes
+            least = max(self._min_bytes, num_bytes // self._most_reports)
             self._streamed.append((rows.num_rows, least, WrittenLayers(self._agent, ticket.key, n, pages, final)))
         return Written(self._written, self._by_layer) if self._streamed else None
 
