@@ -43,6 +43,14 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 STRUCTURE = (ROOT / "docs/structure.md").read_text()
 SNAKE = re.compile(r"^[a-z]+(?:_[a-z0-9]+)+$")
 STEP = re.compile(r"^([\w/]+\.py):([\w.]+)$")
+PATTERN = re.compile(r"^([\w/]+/)<(\w+)>(\.\w+)$")
+# A file of each pattern has one of these names in place of <...>.
+EXAMPLES = {
+    "model_type": {"llama"},
+    "method": {"eagle3"},
+    "scheme": {"shm", "nixl"},
+    "name": {"least_loaded", "vllm_nixl", "triton", "hermes", "doctor"},
+}
 TREES = ("src", "simulation", "benchmarks", "testkit", "tests", "tools", "examples")
 # `docs/errors.md` comes from it.
 ERROR_HELP = ROOT / "src/baton/error_help.py"
@@ -160,6 +168,13 @@ def test_files_exist(text: str) -> None:
     assert not missing
 
 
+def test_patterns_of_files_match_some(text: str) -> None:
+    """A pattern may omit the beginning of the path."""
+    for folder, kind, suffix in (found.groups() for span in spans(text) if (found := PATTERN.match(span))):
+        files = {f"/{folder}{name}{suffix}" for name in EXAMPLES[kind]}
+        assert any(str(path).endswith(tuple(files)) for path in (ROOT / "src").rglob(f"*{suffix}")), files
+
+
 def test_the_modules_inside_the_rooms_are_there() -> None:
     table = (ROOT / "docs/structure.md").read_text().split("## Inside the rooms")[1].split("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
@@ -230,6 +245,14 @@ def test_the_table_of_the_doctor_has_all_findings() -> None:
     page = (ROOT / "docs/operations.md").read_text().split("| it looks at | findings |")[1].split("\n\n")[0]
     found = set(re.findall(r"(?:Finding|Problem)\(\s*\"([a-z_]+)\"", source)) - {"version"}
     assert found <= set(SPAN.findall(page))
+
+
+def test_every_metric_is_documented() -> None:
+    source = "\n".join(path.read_text() for path in (ROOT / "src/baton").rglob("*.py"))
+    names = set(re.findall(r"\b(?:counter|gauge|histogram)\(\s*\"([a-z_]+)\"", source))
+    assert len(names) > 60
+    pages = "\n".join(path.read_text() for path in ROOT.glob("docs/*.md"))
+    assert sorted(names - set(re.findall(r"\w+", pages))) == []
 
 
 def test_the_lines_of_plug_ins_are_about_as_stated() -> None:

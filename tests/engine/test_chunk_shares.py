@@ -14,7 +14,7 @@ from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler
 from baton.sampling_params import SamplingParams
 from testkit.arrivals import arriving
-from testkit.engines import Stepped, random_prompt
+from testkit.engines import random_prompt, stepped
 from testkit.engines import request as request_of
 from tests.kv.test_cache import Memory
 
@@ -208,26 +208,25 @@ def test_a_limit_of_tokens_holds_too() -> None:
 
 
 def test_a_stream_waits_no_longer_than_the_bound() -> None:
-    engine = Stepped(speculative_config=None, kv_cache_memory=8 << 20, max_decode_gap_s=_BOUND_S)
-    core: Any = engine.core
-    clock, execute = SimpleNamespace(now=0.0), core.executor.execute
+    with stepped(speculative_config=None, kv_cache_memory=8 << 20, max_decode_gap_s=_BOUND_S) as engine:
+        core: Any = engine.core
+        clock, execute = SimpleNamespace(now=0.0), core.executor.execute
 
-    def timed(plan: Any, written: Any = None) -> Any:
-        clock.now += 0.01 + 0.001 * len(plan.rows.token_ids)
-        return execute(plan, written)
+        def timed(plan: Any, written: Any = None) -> Any:
+            clock.now += 0.01 + 0.001 * len(plan.rows.token_ids)
+            return execute(plan, written)
 
-    core.executor.execute = timed
-    core.clock = SimpleNamespace(monotonic=lambda: clock.now)
-    params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
-    stream = engine.add(request_of("stream", random_prompt(48), params))
-    engine.step()
-    other = engine.add(request_of("other", random_prompt(700), params))
-    gaps = []
-    while not other.token_ids:
-        began, known = clock.now, len(stream.token_ids)
+        core.executor.execute = timed
+        core.clock = SimpleNamespace(monotonic=lambda: clock.now)
+        params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+        stream = engine.add(request_of("stream", random_prompt(48), params))
         engine.step()
-        assert len(stream.token_ids) == known + 1
-        gaps.append(clock.now - began)
-    assert max(gaps) <= _BOUND_S
-    assert len(gaps) == 5, "160 tokens each"
-    engine.engine.close()
+        other = engine.add(request_of("other", random_prompt(700), params))
+        gaps = []
+        while not other.token_ids:
+            began, known = clock.now, len(stream.token_ids)
+            engine.step()
+            assert len(stream.token_ids) == known + 1
+            gaps.append(clock.now - began)
+        assert max(gaps) <= _BOUND_S
+        assert len(gaps) == 5, "160 tokens each"

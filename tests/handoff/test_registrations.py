@@ -124,3 +124,20 @@ def test_two_tickets_for_one_attempt_end_it(world: World, first: str) -> None:
         world.run(110)
     assert p.count(ev.PrefillReleased) == 1
     assert world.settled()
+
+
+@pytest.mark.parametrize("claim", ["announce", "register"])
+def test_a_claim_of_an_earlier_attempt_than_the_last_is_refused(world: World, claim: str) -> None:
+    p, d = Node(world, "P"), Node(world, "D")
+    first = world.ticket(p, d, "push")
+    second = msgspec.structs.replace(first, attempt=1)
+    second = SignedTicket.of(second, sign_ticket(b"k", second))
+    p.handoffs.open_prefill(second)
+    d.handoffs.announce_decode(second)
+    world.run(0.5)
+    (session,) = d.handoffs.sessions.servers.values()
+    late = msg.Announce(first.key, first.text) if claim == "announce" else register(first.key, first.text, "push")
+    d.channel.send(session.connection, late)
+    world.run(0.5)
+    assert p.handoffs.stats().rejected == 1
+    assert list(p.handoffs.runner.prefills.live) == [second.key]

@@ -83,7 +83,7 @@ class Router:
         self.num_pages += 1
         page = dashboard_page().html
         assert "SILENCE_MS = 15000" in page
-        return web.Response(text=page.replace("SILENCE_MS = 15000", "SILENCE_MS = 300"), content_type="text/html")
+        return web.Response(text=page.replace("SILENCE_MS = 15000", "SILENCE_MS = 3000"), content_type="text/html")
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         self.num_asked += 1

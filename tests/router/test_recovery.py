@@ -17,6 +17,7 @@ import pytest
 from baton.error_help import HELP
 from baton.errors import (
     BatonError,
+    DrainingError,
     EngineLostError,
     EngineStalledError,
     EngineUnavailableError,
@@ -372,11 +373,15 @@ async def test_an_engine_that_was_down_and_is_silent_gets_no_requests(directory:
         assert pool.usable(healthy=False) == [engines[1]], "it may only be busy"
         await fails(1, EngineUnavailableError("refused"))
         await fails(1, EngineLostError("silent: its successor loads"))
+        assert engines[1].num_silent == 1, "a single question of the successor"
         await fails(0, EngineLostError("silent: it computes"))
         assert pool.usable(healthy=False) == [engines[0]]
         await fails(1, None)
         await fails(1, EngineLostError("silent"))
         assert pool.usable(healthy=False) == engines
+        await fails(0, DrainingError("it leaves"))
+        await fails(0, EngineUnavailableError("refused"))
+        assert not await pool.has_died(engines[0]), "it has left as announced"
 
 
 async def test_a_router_that_was_halted_gives_nobody_up(directory: Path) -> None:

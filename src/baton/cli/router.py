@@ -139,7 +139,7 @@ async def serve_router(
     from baton.router import build_app
 
     app = await build_app(config)
-    # To look for garbage in modules stops all streams for 20 ms.
+    # A collection that visits modules stops all streams for 20 ms.
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG_OBJECTS)

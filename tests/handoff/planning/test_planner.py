@@ -375,15 +375,17 @@ class Part:
 
 
 def ranks_of_planes(
-    parts: list[Part], tp: int, pages: int, page_size: int, layers: tuple[int, ...], page_first: bool
+    parts: list[Part], tp: int, pages: int, page_size: int, layers: tuple[int, ...], page_first: bool, step: int = 1
 ) -> list[RankGeometry]:
-    """Each plane has its share of the heads on each rank. Planes lie one after the other: in a page, or in a layer."""
+    """Each plane has its share of the heads on each rank. Planes lie one after the other, or backwards (`step` -1): in
+    a page, or in a layer.
+    """
     out = []
     for rank in range(tp):
         planes, at = [], 4
         share = [part.num_heads if part.cut == "whole" else part.num_heads // tp for part in parts]
         row = [n * part.head_dim * ITEMSIZE[part.dtype] for n, part in zip(share, parts, strict=True)]
-        for part, heads, width in zip(parts, share, row, strict=True):
+        for part, heads, width in [*zip(parts, share, row, strict=True)][::step]:
             size = ITEMSIZE[part.dtype]
             page = sum(row) * page_size if page_first else width * page_size
             planes.append(
@@ -410,7 +412,7 @@ def ranks_of_planes(
             num_pages=pages,
             page_size=page_size,
             layer_ids=layers,
-            planes=tuple(planes),
+            planes=tuple(planes[::step]),
         ).check()
         out.append(RankGeometry(rank=rank, geometry=geometry))
     return out
@@ -438,6 +440,7 @@ def test_planes_of_any_shapes_each_wanted_byte_exactly_once(data: st.DataObject)
             data.draw(st.integers(1, 4)),
             layers,
             data.draw(st.booleans()),
+            data.draw(st.sampled_from([1, -1])),
         )
         for _ in range(2)
     ]

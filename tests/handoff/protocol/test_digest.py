@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
 import pytest
 
 from baton.errors import ConfigError, ProtocolError
+from baton.handoff.agent.digesting import Digesting
 from baton.handoff.plan.planner import RankGeometry
 from baton.handoff.protocol.digests import (
     SAMPLED_SHARE,
@@ -22,8 +24,8 @@ from baton.handoff.protocol.digests import (
     share,
     tokens_to_digest,
 )
-from baton.handoff.protocol.events import BadPiece
-from baton.handoff.protocol.messages import AttemptKey, PieceDigest, Seeds
+from baton.handoff.protocol.events import BadPiece, CheckDigests, DigestsChecked, MachineEvent
+from baton.handoff.protocol.messages import MAX_HASHES, AttemptKey, PieceDigest, Seeds
 from baton.kv.geometry import BLOCK_MAJOR_NHD, Axis, Geometry
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec, kv_planes
@@ -88,6 +90,14 @@ def test_a_rank_sends_every_cell_of_another_that_it_holds_alone() -> None:
     cells = share((rank,), rank, 0)
     assert sorted(cells) == sorted(cells_of(rank.geometry))
     assert len(cells) == len(LAYER_IDS) * 2
+
+
+def test_more_digests_than_a_message_carries_are_refused() -> None:
+    (rank,) = Pool(16).ranks.values()
+    layers = tuple(range(MAX_HASHES // 2 + 1))
+    deep = msgspec.structs.replace(rank, geometry=msgspec.structs.replace(rank.geometry, layer_ids=layers))
+    with pytest.raises(ProtocolError, match="2050 digests for each piece are more than 2048"):
+        share((deep,), deep, 0)
 
 
 def test_one_flipped_bit_is_named() -> None:
@@ -207,3 +217,16 @@ def test_seeds_are_digested_per_attempt() -> None:
         seeds_digest(AttemptKey(b"0" * 16, 1, "p", "d"), seeds),
     ]
     assert seeds_digest(KEY, seeds) not in others
+
+
+class Inline:
+    def start(self, job: Callable[[], None]) -> None:
+        job()
+
+
+def test_the_agent_is_woken_once_a_digest_is_there() -> None:
+    """Otherwise the attempt would wait for the agent's next timer."""
+    pool, found = Pool(16), list[list[tuple[str, MachineEvent]]]()
+    digesting = Digesting[str](pool.digester, pool.ranks, Inline(), lambda: found.append(digesting.ended()))
+    digesting.begin("attempt", CheckDigests(3, {}, {}), lambda group: ())
+    assert found == [[("attempt", DigestsChecked(3, ()))]]

@@ -201,6 +201,8 @@ def test_an_invalid_engine_id_gets_no_key(directory: Path, bad: Any) -> None:
         ("public/D.pub", "garbage", "does not hold a CURVE key"),
         ("public/D.pub", "writable", "chmod go-w"),
         ("public", "writable", "chmod go-w"),
+        ("secret", "writable", "chmod go-w"),
+        ("", "writable", "chmod go-w"),
         ("public/P.pub", "unlink", "does not belong"),
         ("public/D.pub", "swap", "same key"),
     ],

@@ -83,6 +83,18 @@ def test_an_ack_lets_the_first_step_go_ahead(world: World) -> None:
         assert d.sent(Ack)[-1] - committed == pytest.approx((2 if closes else 4) * STEP)
 
 
+def test_an_engine_wakes_when_an_ack_is_due(world: World) -> None:
+    """Beside another attempt that has nothing to do until then."""
+    timers = replace(TIMERS, retry_min=2.0, retry=2.0, check=60.0)
+    p, d = Node(world, "P"), Node(world, "D", timers)
+    ticket = world.begin(p, d, "push")
+    world.begin(p, d, "push")
+    world.prefill(p, ticket)
+    while not d.count(DecodeCommitted):
+        world.run(STEP)
+    assert timers.ack - 2 * STEP < d.handoffs.run_timers() <= timers.ack
+
+
 def test_a_session_that_nothing_needs_ends_and_another_begins_when_needed(world: World, mode: str) -> None:
     timers = replace(TIMERS, idle=20.0)
     p, d, other = Node(world, "P", timers), Node(world, "D", timers), Node(world, "Q", timers)

@@ -20,6 +20,7 @@ from baton.router.pooled_engine import Charge, PooledEngine
 from baton.router.prefixes import KnownPrefixes, PromptBlocks
 from baton.router.routes import Route, Routes
 from baton.wire import EngineInfo, GenerateRequest, LegRole, Role, SamplingParams
+from benchmarks.scrape import scrape
 from testkit.servers.fake_serving import FakeEngine, status_of, until
 from tests.router.choice.test_routes import holding
 from tests.router.test_recovery import Cluster, complete
@@ -254,6 +255,7 @@ async def test_an_overload_is_a_429_until_a_report_says_otherwise(directory: Pat
 
         while not await overloaded():
             pass
+        assert await scrape(session, url, "baton:router_engine_overloaded") == [0.0, 1.0]
         assert (await complete(session, url))[0] == 429
         assert not engine.requests
         engine.load = lambda: calm  # type: ignore[method-assign]

@@ -65,7 +65,7 @@ async def test_streams_of_one_connection_follow_each_other(directory: Path, at_o
         for number, one in zip(numbers, many, strict=True):
             if not at_once:
                 writer.write(one)
-            assert sum(tokens_of(await chunks_of(reader))) >= number - 5
+            assert sum(tokens_of(await chunks_of(reader))) >= max(1, number - 5)
 
 
 async def test_clients_of_http_1_0_get_the_whole_stream(directory: Path) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -18,9 +18,11 @@ from baton.kvevents.config import KVEventsConfig
 from baton.kvevents.publisher import EventPublisher
 from baton.kvevents.recorder import RecordedGroup
 from baton.router import RouterConfig, build_app
+from baton.router.clients.vllm_client import VllmClient
 from baton.router.config.policy_config import PolicyConfig
+from baton.router.connectors.vllm_prefix import VllmPrefixMove, prefix_request
 from baton.sampling_params import SamplingParams
-from baton.wire import LegRole
+from baton.wire import GenerateRequest, LegRole, TokenChunk
 from benchmarks.scrape import scrape
 from testkit.servers.fake_serving import KEY, await_engines, served, status_of, until
 from testkit.servers.fake_vllm import FakeVllm
@@ -210,3 +212,29 @@ async def test_a_server_that_cannot_hand_back_is_not_asked(
         backs = await answered(url, session)
     assert (backs["completed"], backs["failures"]) == (0, {reason: 1})
     assert pair.d.legs("prefill") == []
+
+
+async def test_the_sources_leg_is_read_to_its_end() -> None:
+    """Closing it earlier would abort it while its blocks are being sent."""
+    sent, read = asyncio.Event(), list[str]()
+
+    class Server:
+        async def leg(self, request: GenerateRequest, params: dict[str, object]) -> AsyncGenerator[TokenChunk, None]:
+            await sent.wait()
+            yield TokenChunk(request_id=request.request_id, finish_reason="length")
+            read.append(request.request_id)
+
+        async def first_token(self, request: GenerateRequest, params: dict[str, object]) -> tuple[TokenChunk, Any]:
+            return TokenChunk(request_id=request.request_id), {"baton": {"num_tokens": HELD}}
+
+    asked = GenerateRequest(request_id="r", prompt_token_ids=PROMPT, sampling_params=SamplingParams())
+    server, request = cast(VllmClient, Server()), prefix_request(asked, HELD + 1)
+    move = VllmPrefixMove(server, server, request, request, "ticket", HELD)
+    source = move.leg("prefill", HELD, 0, None)
+    assert (await anext(source)).num_cached_tokens == HELD
+    assert [chunk.num_cached_tokens async for chunk in move.leg("decode", HELD, 0, None)] == [HELD]
+    rest = asyncio.ensure_future(anext(source, None))
+    await asyncio.sleep(0)
+    sent.set()
+    assert await rest is None
+    assert read == [request.request_id]

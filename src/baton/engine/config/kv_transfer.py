@@ -41,7 +41,7 @@ class KVTransferConfig:
 
 
 def _store_options(uri: str | None) -> StoreOptions | None:
-    """Of `prefix_store`. Raises `ConfigError`."""
+    """Raises `ConfigError`."""
     if uri is None:
         return None
     field = "kv_transfer_config.prefix_store"

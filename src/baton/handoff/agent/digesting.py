@@ -16,8 +16,8 @@ Shares = Callable[[str], Sequence[Cell]]
 
 
 class Digesting(Generic[_Owner]):
-    """Each running digest has an owner (an attempt), which may end first. Not thread-safe; `wake` is called on the
-    worker's when a digest ends.
+    """Each running digest has an owner (an attempt), which may end first. Not thread-safe; the worker's thread
+    calls `wake` when a digest ends.
     """
 
     def __init__(

@@ -104,7 +104,7 @@ class Keys(Protocol):
 
 
 class TicketKeys:
-    """One pair for all engines, derived from the ticket key: only who knows it can connect or listen."""
+    """One pair for all engines, derived from the ticket key: only its holders can connect or listen."""
 
     engine_id = None
 

@@ -211,7 +211,7 @@ class Sessions:
         return max(0.0, min(sent) + self.config.timers.renew - now) if sent else math.inf
 
     def renew(self, now: float) -> None:
-        """Together."""
+        """Renew all when one is due."""
         timers = self.config.timers
         early = timers.renew / 2 if self.until_renew(now) == 0.0 else 0.0
         for session in self._all():
