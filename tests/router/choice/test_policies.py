@@ -102,6 +102,16 @@ def test_a_burst_is_no_herd(directory: Path, name: str) -> None:
         assert max(counts) <= (8 if name == "power_of_two" else 5), counts
 
 
+@pytest.mark.parametrize(("lacking", "why"), [(64, "cached"), (65, "handed_off")])
+def test_a_decode_engine_computes_what_it_lacks_up_to_the_limit(directory: Path, lacking: int, why: str) -> None:
+    pool, held = Pool(directory, 1, 1), list(range(160))
+    pool.decode[0].known.learn(PromptBlocks(held))
+    routes = pool.routes(64, config=PolicyConfig(max_turn_prefill_length=0))
+    route = routes.choose(asked([*held, *range(500, 500 + lacking)]), (), False)
+    assert route is not None
+    assert route.why == why
+
+
 def test_charges_are_in_tokens_and_end_with_their_legs(directory: Path) -> None:
     pool = Pool(directory, 1, 1)
     route = pool.routes().choose(asked(list(range(100))), (), False)
