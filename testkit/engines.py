@@ -82,6 +82,7 @@ class Stepped:
         head = SpeculativeConfig.parse(json.dumps(EAGLE3))
         defaults: dict[str, Any] = {"model": TARGET, "speculative_config": head, "batch_invariant": True}
         defaults["max_decode_gap_s"] = 0.0  # or chunks would depend on time
+        defaults["kv_cache_memory"] = 32 << 20  # all of it is written at the start
         config = EngineConfig(**{**defaults, **settings})
         self.engine: Engine = build_engine(config, lambda chunk, last: self.streams[chunk.request_id].push(chunk, last))
         self.core = self.engine.core

@@ -22,18 +22,19 @@ if TYPE_CHECKING:
 pytest.register_assert_rewrite("testkit")
 
 # The slowest files come first, so that no worker waits for another at the end of a run. Files that start processes
-# take turns with files that compute alone or wait. Of the first two, only one has engines: where nothing is compiled
+# take turns with files that compute alone or wait. Of the first three, only one has engines: where nothing is compiled
 # yet, the kernels are compiled once.
 LONGEST = (
     "e2e/test_verify_faults.py",
     "simulation/test_simulator.py",
-    "e2e/test_verify.py",
     "transports/test_conformance_remote.py",
-    "e2e/test_chaos.py",
-    "bench/test_parity.py",
-    "e2e/test_real_model.py",
     "simulation/test_mutations.py",
+    "e2e/test_verify.py",
+    "bench/test_parity.py",
+    "e2e/test_chaos.py",
+    "e2e/test_real_model.py",
     "verify/test_engines.py",
+    "drafters/test_assistant_stages.py",
     "engine/models/test_latents_and_experts.py",
     "e2e/test_leg_aborts.py",
     "router/test_recovery.py",
@@ -47,6 +48,8 @@ LONGEST = (
     "tools/test_demo_checkpoints.py",
     "e2e/test_aborts.py",
     "tools/test_demo_training.py",
+    "vllm/integration/test_hybrid.py",
+    "vllm/integration/test_handoff.py",
 )
 
 
@@ -57,10 +60,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
 
 
+def pytest_sessionstart() -> None:
+    """Modules and tests are made without collections: they stay."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Collections leave out the modules and tests that exist now, and come less often: a tenth of the suite's time."""
     gc.freeze()
     gc.set_threshold(10_000)
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -125,6 +134,15 @@ def forks(launcher: Launcher) -> Iterator[None]:
     """Processes of Baton that a file's tests start are forks, which costs a tenth of a new process. Real starts are in
     `e2e/test_openai_client.py`, `test_structured_outputs.py`, `test_kubernetes.py` and `test_real_model.py`.
     """
+    from testkit.processes import baton_forks
+
+    with baton_forks.forking(launcher):
+        yield
+
+
+@pytest.fixture
+def forked(launcher: Launcher) -> Iterator[None]:
+    """As `forks`, in one test."""
     from testkit.processes import baton_forks
 
     with baton_forks.forking(launcher):

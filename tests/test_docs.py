@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
 import re
@@ -203,10 +204,15 @@ def test_every_page_is_in_the_navigation_of_the_site() -> None:
     assert {ROOT / page for page in pages} == {*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")}
 
 
+@functools.cache
+def words_of_the_code() -> set[str]:
+    files = {path for tree in TREES for path in (ROOT / tree).rglob("*.py")} - {ERROR_HELP}
+    return {*re.findall(r"\w+", "\n".join(path.read_text() for path in files)), *HELP, *MUTATIONS, *check_names()}
+
+
 def test_names_exist(text: str) -> None:
     """Classes and names with underscores, including those of vLLM: they must occur in the code."""
-    files = {path for tree in TREES for path in (ROOT / tree).rglob("*.py")} - {ERROR_HELP}
-    words = {*re.findall(r"\w+", "\n".join(path.read_text() for path in files)), *HELP, *MUTATIONS, *check_names()}
+    words = words_of_the_code()
     named = {word for span in spans(text) if CLASS.match(span) or SNAKE.match(span) for word in span.split(".")}
     assert named <= words, named - words
 

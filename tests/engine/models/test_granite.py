@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from baton.engine.config import KVTransferConfig, SpeculativeConfig
 from baton.errors import CheckpointError
@@ -19,9 +18,9 @@ from baton.sampling_params import SamplingParams
 from testkit.checkpoints.common import make_drafter
 from testkit.engines import Mode, Stepped, Stream, pair, random_prompt, request, stepped
 
-transformers = pytest.importorskip("transformers")
-from testkit.checkpoints.granite import make_granite  # noqa: E402 - needs transformers
-from tests.engine.models.test_transformers_equality import reference_tokens  # noqa: E402
+pytest.importorskip("transformers")
+from testkit.checkpoints.granite import make_granite
+from tests.engine.models.test_transformers_equality import load_reference, reference_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -79,21 +78,16 @@ def settings(model: Path, head: Path | None = None, **more: Any) -> dict[str, An
     }
 
 
-def reference(path: Path, prompts: list[list[int]]) -> list[list[int]]:
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
-    model.generation_config.eos_token_id = model.config.eos_token_id = None
-    return [reference_tokens(model, prompt, NUM_TOKENS) for prompt in prompts]
-
-
 @pytest.mark.parametrize(
     "name", ["dense 1", "dense 2", "rope 3", "groups 4", "one head 5", "experts 6", "one expert 7"]
 )
 def test_greedy_tokens_are_those_of_transformers(name: str, find: Find) -> None:
-    expected = reference(find(name), PROMPTS)
-    assert len({tuple(tokens) for tokens in expected}) > len(PROMPTS) // 2
+    model = load_reference(find(name))
     for head in (None, find(f"{name} head")):
         with stepped(**settings(find(name), head, max_num_batched_tokens=40)) as one:
-            assert [stream.token_ids for stream in one.all_of(PROMPTS, PARAMS)] == expected
+            found = [stream.token_ids for stream in one.all_of(PROMPTS, PARAMS)]
+        assert len({tuple(tokens) for tokens in found}) > len(PROMPTS) // 2
+        assert found == [reference_tokens(model, *each, NUM_TOKENS) for each in zip(PROMPTS, found, strict=True)]
 
 
 @pytest.mark.parametrize(
