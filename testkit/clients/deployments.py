@@ -31,7 +31,7 @@ def embedded(folder: Path) -> Iterator[str]:
     `smollm2.NotAvailableError`.
     """
     spec = {"method": "eagle3", "model": HEAD, "num_speculative_tokens": 3}
-    more = ["--kv-cache-memory", "64M", "--max-local-prefill-length", "0", "--speculative-config", json.dumps(spec)]
+    more = ["--max-local-prefill-length", "0", "--speculative-config", json.dumps(spec)]
     with running_up(str(smollm2.smollm2()), folder / "log", *FLAGS, *more) as up:
         yield up.url
 

@@ -29,6 +29,7 @@ FORKED = (
     "baton.engine.ranks.worker",
     "baton.testing.transport_peer",
     "benchmarks.topologies.data_rank",
+    "testkit.servers.fake_baton",
 )
 # What they import, and models of tests.
 MODULES = (
@@ -41,6 +42,7 @@ MODULES = (
     "baton.server.app",
     "baton.server.run",
     "baton.testing.transport_peer",
+    "testkit.servers.fake_serving",
 )
 # Those of `subprocess.Popen` that forks have.
 _OPTIONS = {"stdin", "stdout", "stderr", "env", "pass_fds", "start_new_session", "text"}

@@ -7,7 +7,7 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,13 +31,15 @@ class Running:
     log: Path
 
 
-def run(*arguments: str, limit_s: float = START_LIMIT_S) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: str, limit_s: float = START_LIMIT_S, command: Sequence[str] = BATON
+) -> subprocess.CompletedProcess[str]:
     """Run `baton ARGUMENTS` to its end. Its output goes to files, because forks of the fixture `forks` have no
     `communicate`. Raises `subprocess.TimeoutExpired`.
     """
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         process = subprocess.Popen(
-            [*BATON, *arguments], stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=environment()
+            [*command, *arguments], stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=environment()
         )
         try:
             status = process.wait(limit_s)
@@ -72,4 +74,4 @@ def running(log: Path, *arguments: str) -> Iterator[Running]:
 
 
 def running_up(model: str, log: Path, *flags: str) -> AbstractContextManager[Running]:
-    return running(log, "up", model, "--prefill", "1", "--decode", "1", *flags)
+    return running(log, "up", model, "--prefill", "1", "--decode", "1", "--kv-cache-memory", "64M", *flags)

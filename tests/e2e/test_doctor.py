@@ -15,7 +15,7 @@ from testkit.processes.running import run, running_up
 from testkit.servers.fake_serving import served
 
 MODEL = "models/baton-demo-llama"
-FLAGS = ("--kv-cache-memory", "64M", "--max-model-len", "512")
+FLAGS = ("--max-model-len", "512")
 pytestmark = pytest.mark.usefixtures("forks")
 
 

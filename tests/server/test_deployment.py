@@ -23,6 +23,7 @@ from baton.cli import main
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.transports.registry import parse_uri
 from benchmarks.deployment import BreakableDeployment
+from testkit.processes.running import run
 from testkit.servers.fake_serving import TEXT, write_tokenizer
 
 FAKE = (sys.executable, "-m", "testkit.servers.fake_baton")
@@ -153,6 +154,7 @@ def last_transport(pid: int) -> str:
     return [value for name, value in pairwise(arguments) if name == "--kv-transport"][-1]
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_child_that_fails_ends_all_and_is_quoted(directory: str) -> None:
     with pytest.raises(EngineUnavailableError, match="did not start: RuntimeError: boom at start"):
         BreakableDeployment(directory, engine_flags=["--served-model-name", "crash"], command=FAKE)
@@ -162,6 +164,7 @@ def test_a_child_that_fails_ends_all_and_is_quoted(directory: str) -> None:
         BreakableDeployment(directory, prefill=1, decode=0, command=FAKE)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_setting_that_only_a_child_refuses_has_the_users_name(directory: str) -> None:
     def named(role: str, error: ConfigError) -> ConfigError:
         return ConfigError(f"{role}_{error.field}", error.message)
@@ -179,15 +182,16 @@ def test_a_setting_that_only_a_child_refuses_has_the_users_name(directory: str) 
     assert cause.startswith("decode_block_size: must be")
 
 
+@pytest.mark.usefixtures("forked")
 def test_an_engine_that_fails_ends_its_process_with_the_cause(directory: str) -> None:
     """Otherwise it would answer 503 forever, and would never be restarted."""
-    command = [*FAKE, "serve", directory, "--served-model-name", "fails", "--port", "0"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = run("serve", directory, "--served-model-name", "fails", "--port", "0", command=FAKE)
     assert ended.returncode == 1
     last = ended.stderr.splitlines()[-1]
     assert re.fullmatch(r"\S+Z ERROR baton: the engine failed: out of luck \[engine_unavailable\]", last)
 
 
+@pytest.mark.usefixtures("forked")
 def test_up_says_what_runs_and_how_to_ask_it(directory: str, tmp_path: Path) -> None:
     """The printed command is run unchanged; `ready:` comes last, for scripts that wait for it."""
     spec = json.dumps({"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 2})

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from baton.cli.supervision import Supervisor
+from testkit.processes.running import run
 from testkit.servers.fake_serving import TEXT, write_tokenizer
 
 FAKE = (sys.executable, "-m", "testkit.servers.fake_baton")
@@ -142,13 +143,14 @@ def answered(url: str) -> str:
     raise AssertionError("the engines do not come back")
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("name", "cause"), [("fails", "the engine failed: out of luck"), ("exits", "it ended with status 0")]
 )
 def test_up_ends_with_the_cause_when_an_engine_will_not_stay(directory: str, name: str, cause: str) -> None:
     """Also when an engine exits with status 0 by itself: no signal asked it to end."""
-    command = [*FAKE, "up", directory, "--served-model-name", name, "--max-restarts", "1", "--port", "0"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    flags = ["--served-model-name", name, "--max-restarts", "1", "--port", "0"]
+    ended = run("up", directory, *flags, command=FAKE)
     assert ended.returncode == 1
     last = ended.stderr.splitlines()[-1]
     said = rf"\S+Z ERROR baton: \w+-0 has ended 2 times, the last time with: {cause} \[engine_unavailable\]"

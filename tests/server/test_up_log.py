@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 
 from baton.deployment.child_log import ChildLog, LogLine, read_line
+from testkit.processes.running import run
 from testkit.servers.fake_serving import write_tokenizer
 
 FAKE = [sys.executable, "-m", "testkit.servers.fake_baton"]
 TEXT = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (INFO|WARNING|ERROR) [\w.]+: \S.*")
+
+pytestmark = pytest.mark.usefixtures("forked")
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +72,8 @@ def test_json_from_the_first_line_to_the_last(directory: str, name: str) -> None
 @pytest.mark.parametrize("flags", [["--nonsense"], ["--port", "x"], ["--block-size", "0"], []])
 def test_a_refusal_is_json_too(tmp_path: Path, flags: list[str]) -> None:
     (tmp_path / "a.toml").write_text('log-format = "json"\n')
-    command = [*FAKE, "serve", str(tmp_path / "nowhere"), "--log-format=json", *flags]
-    if not flags:
-        command[5:] = ["--config", str(tmp_path / "a.toml"), "--port", "0"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    given = ["--log-format=json", *flags] if flags else ["--config", str(tmp_path / "a.toml"), "--port", "0"]
+    ended = run("serve", str(tmp_path / "nowhere"), *given, command=FAKE)
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
     assert json.loads(line)["level"] == "error"
