@@ -170,6 +170,7 @@ class KnownByEvents:
 
     def __init__(self, cache: KnownPrefixes, clock: Callable[[], float]) -> None:
         self._cache, self._promised = cache, KnownPrefixes(1, 0, clock, PROMISED_S)
+        self.learns = True
 
     def num_tokens(self, prompt: PromptBlocks) -> int:
         return max(self._cache.num_tokens(prompt), self._promised.num_tokens(prompt))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from baton.errors import OverloadedError
 
@@ -45,7 +45,6 @@ class AdmissionLimit:
         self.num_waiting = 0
 
     def retry_after_s(self) -> int:
-        """How long the waiting requests will take, 1 to 60 seconds."""
         return self._speed.seconds_for(self.num_waiting, self._clock())
 
     def check(self, num: int = 1) -> None:
@@ -53,24 +52,33 @@ class AdmissionLimit:
         if self._limit is not None and self.num_waiting and self.num_waiting + num > self._limit:
             raise OverloadedError(f"{self.num_waiting} requests wait already; try again later", self.retry_after_s())
 
-    @contextlib.contextmanager
-    def waiting(self, num: int, bounded: bool = True) -> Iterator[Callable[[], None]]:
+    def waiting(self, num: int, bounded: bool = True) -> AbstractContextManager[Callable[[], None]]:
         """Call the yielded function for each choice that gets its first token.
 
         Raises the error of `check` if `bounded`. Resumed choices are not: their clients have tokens.
         """
         if bounded:
             self.check(num)
-        self.num_waiting += num
-        left = num
+        return _Waiting(self, num)
 
-        def served() -> None:
-            nonlocal left
-            left -= 1
-            self.num_waiting -= 1
-            self._speed.note(self._clock())
+    def served(self) -> None:
+        self.num_waiting -= 1
+        self._speed.note(self._clock())
 
-        try:
-            yield served
-        finally:
-            self.num_waiting -= left
+
+class _Waiting:
+    __slots__ = ("_left", "_limit")
+
+    def __init__(self, limit: AdmissionLimit, num: int) -> None:
+        self._limit, self._left = limit, num
+
+    def __enter__(self) -> Callable[[], None]:
+        self._limit.num_waiting += self._left
+        return self._served
+
+    def _served(self) -> None:
+        self._left -= 1
+        self._limit.served()
+
+    def __exit__(self, *error: object) -> None:
+        self._limit.num_waiting -= self._left

@@ -11,6 +11,7 @@ import pytest
 
 from baton.errors import BatonError, EngineLostError, EngineUnavailableError, ProtocolError
 from baton.router.attempt import RunningAttempt
+from baton.router.connectors.base import HandoffOutcome
 from baton.router.join import Joined, LegChunks, join_legs
 from baton.router.leg_tasks import Chunks, LegItems
 from baton.sampling_params import SamplingParams
@@ -145,11 +146,14 @@ async def test_no_leg_stays_counted(broken: str, nth: int) -> None:
             if broken == "chunks":
                 raise EngineUnavailableError("chunks")
 
+    ended: list[HandoffOutcome] = []
+
     async def run() -> None:
-        async with RunningAttempt(chunks(), legs) as attempt:
+        async with RunningAttempt(chunks(), legs, ended=lambda outcome, error: ended.append(outcome)) as attempt:
             assert await anext(attempt.chunks) == (CHUNK, "decode")
             assert [leg.running for leg in legs] == [True, True]
 
     with pytest.raises(EngineUnavailableError, match=broken):
         await run()
     assert [leg.running for leg in legs] == [False, False]
+    assert ended == ["aborted"]

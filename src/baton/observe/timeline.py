@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Literal
+
+import msgspec
 
 from baton.observe.acceptance import HANDED_OFF
 
@@ -13,8 +14,7 @@ _MAX_EVENTS = 64
 _MAX_TEXT = 500
 
 
-@dataclass(frozen=True, slots=True)
-class TimelineEvent:
+class TimelineEvent(msgspec.Struct, frozen=True):
     """`at`: in seconds of the timeline's clock."""
 
     at: float
@@ -22,8 +22,7 @@ class TimelineEvent:
     text: str = ""
 
 
-@dataclass(slots=True)
-class RequestTimeline:
+class RequestTimeline(msgspec.Struct, eq=False):
     """One choice of a request. Times are in seconds of one monotonic clock.
 
     - `http_id`: its `X-Request-Id`. `began_at`: its arrival in seconds since 1970.
@@ -40,8 +39,8 @@ class RequestTimeline:
     route: str = ""
     engines: tuple[str, ...] = ()
     num_output_tokens: int = 0
-    accepted: list[int] = field(default_factory=list)
-    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = []
+    drafted: list[int] = []
     routed: float | None = None
     queued_s: float | None = None
     first: float | None = None
@@ -52,7 +51,7 @@ class RequestTimeline:
     finish: str = ""
     error: str = ""
     resumed: bool = False
-    events: list[TimelineEvent] = field(default_factory=list)
+    events: list[TimelineEvent] = []
 
     @property
     def stage(self) -> RequestStage:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import aiohttp
@@ -45,8 +44,7 @@ def base_url(url: str, field: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-@dataclass(frozen=True, slots=True)
-class convert_errors:
+class convert_errors(msgspec.Struct, frozen=True):
     """Convert errors to `EngineLostError` (the server `where` may have taken the request), `unreached`, or
     `ProtocolError` (its response is malformed)."""
 

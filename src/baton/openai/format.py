@@ -16,6 +16,8 @@ from baton.text import IncrementalDetokenizer
 from baton.wire import FinishReason, TokenLogprobs
 
 Json = dict[str, Any]
+# Never sent.
+_MARK = secrets.token_hex(16)
 
 
 def usage(plan: Plan, outputs: Sequence[ChoiceOutput]) -> Usage:
@@ -94,9 +96,8 @@ class PlainEvents:
     """Events that differ in their text alone; the rest is encoded once."""
 
     def __init__(self, plan: Plan, index: int, output: ChoiceOutput) -> None:
-        mark = secrets.token_hex(16)
-        whole = encode_event(stream_event(plan, index, Delta(text=mark), output, False))
-        self._before, self._after = whole.split(f'"{mark}"'.encode())
+        whole = encode_event(stream_event(plan, index, Delta(text=_MARK), output, False))
+        self._before, self._after = whole.split(b'"%b"' % _MARK.encode())
 
     def event(self, text: str) -> bytes:
         return self._before + msgspec.json.encode(text) + self._after

@@ -30,8 +30,7 @@ class Delta(msgspec.Struct):
     events: list[ParsedEvent] = []
 
 
-@dataclass(frozen=True, slots=True)
-class Times:
+class Times(msgspec.Struct, frozen=True):
     """Arrivals in seconds of one clock."""
 
     arrived: float

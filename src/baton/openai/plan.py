@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import reprlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import msgspec
@@ -35,8 +36,7 @@ MAX_SCORES = 1 << 19  # prompt logprobs in one request, some 100 bytes each
 _REASONING_OPENED, _REASONING_CLOSED = "<think>", "</think>"
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """A checked API request.
 
     - `requests[i]` generates choice i; choices of one prompt are adjacent. They have no stop strings: the API server
@@ -86,7 +86,9 @@ def plan_completion(request: CompletionRequest, model: ServedModel) -> Plan:
     grammar, field = grammar_of(request)
     params = sampling_params(request, max_tokens, request.logprobs, grammar, model.vocab_size, model.defaults)
     plan = _plan(request, model, prompts, params, field, chat=False)
-    return replace(plan, echo=True, num_added=_num_added(request, prompts, model)) if request.echo else plan
+    if not request.echo:
+        return plan
+    return msgspec.structs.replace(plan, echo=True, num_added=_num_added(request, prompts, model))
 
 
 def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PARSING) -> Plan:
@@ -116,7 +118,9 @@ def plan_chat(request: ChatRequest, model: ServedModel, parsing: Parsing = NO_PA
     returns_calls = not isinstance(tools.choice, NamedChoice)
     spelt = model.tokenizer.special_tokens_of(tools.markers(parsing, constrained))
     returns_reasoning = request.include_reasoning is not False
-    return replace(plan, reader=reader, spelt=spelt, returns_calls=returns_calls, returns_reasoning=returns_reasoning)
+    return msgspec.structs.replace(
+        plan, reader=reader, spelt=spelt, returns_calls=returns_calls, returns_reasoning=returns_reasoning
+    )
 
 
 def _within_reasoning(request: ChatRequest, text: str) -> bool | None:
@@ -167,7 +171,7 @@ def _plan(
     # Engines check this too; here it is refused early.
     word_tokens(params.bad_words, model.tokenizer, model.vocab_size)
     priority, ttft_slo_s = asked_standing(request.priority)
-    response_id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
+    response_id = f"{'chatcmpl' if chat else 'cmpl'}-{os.urandom(12).hex()}"
     requests: list[GenerateRequest] = []
     for prompt in prompts:
         # So that all legs and retries have the same noise.

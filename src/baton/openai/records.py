@@ -58,7 +58,7 @@ class SequenceRecord:
         else:
             self._first = now
             metrics.ttft.observe(elapsed)
-            self._observe("time_to_first_token_seconds", elapsed)
+            self._of_model.observe("time_to_first_token_seconds", elapsed)
         self._num_output += num_tokens
 
     @property
@@ -73,13 +73,14 @@ class SequenceRecord:
         self._of_model.ended[reason] += 1
         decode_s = self._last - self._first
         tpot_s = decode_s / (self._num_output - 1) if self._num_output > 1 else None
-        self._observe("e2e_request_latency_seconds", time.perf_counter() - self._began)
-        self._observe("request_prompt_tokens", self._num_prompt)
-        self._observe("request_generation_tokens", self._num_output)
+        histograms = self._of_model.histograms
+        histograms["e2e_request_latency_seconds"].observe(time.perf_counter() - self._began)
+        histograms["request_prompt_tokens"].observe(self._num_prompt)
+        histograms["request_generation_tokens"].observe(self._num_output)
         if self._num_output:
-            self._observe("request_decode_time_seconds", decode_s)
+            histograms["request_decode_time_seconds"].observe(decode_s)
         if tpot_s is not None:
-            self._observe("request_time_per_output_token_seconds", tpot_s)
+            histograms["request_time_per_output_token_seconds"].observe(tpot_s)
         if not log or not logger.isEnabledFor(logging.INFO):
             return
         fields: dict[str, object] = {
@@ -98,9 +99,6 @@ class SequenceRecord:
             "error": error,
         }
         logger.info("%s", line_of(fields), extra={"fields": fields})
-
-    def _observe(self, name: str, value: float) -> None:
-        self._of_model.observe(name, value)
 
 
 def log_refusal(method: str, endpoint: str, error: ApiError) -> None:

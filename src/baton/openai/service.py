@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import TypeVar
 
 import msgspec
@@ -86,7 +87,7 @@ class OpenAIService:
         return await self.understand(detokenize, body)
 
     async def understand(self, read: Callable[..., T], body: bytes, *more: object) -> T:
-        """Calls `read(body, model, *more)`, in a worker thread for long bodies."""
+        """Long bodies go to a worker thread."""
         model = self._backend.model()
         if len(body) <= _MAX_INLINE_BYTES:
             return read(body, model, *more)
@@ -98,7 +99,7 @@ class OpenAIService:
         return await asyncio.wrap_future(work)
 
     def begin(self, plan: Plan) -> list[ChoiceOutput]:
-        """An empty output per choice. Raises `RequestError`."""
+        """Raises `RequestError`."""
         if plan.kv_mode is not None and not self._backend.allows_kv_mode:
             raise RequestError("kv_mode cannot be chosen by a request here", "kv_mode")
         self._backend.check(plan.asked)
@@ -166,20 +167,21 @@ class OpenAIService:
         metrics = self._per_request.of(plan, outputs)
         return body if metrics is None else body | {"metrics": metrics}
 
-    @contextlib.asynccontextmanager
-    async def running(
+    def running(
         self, plan: Plan, outputs: Sequence[ChoiceOutput], short_cut: ShortCut | None = None
-    ) -> AsyncIterator[AsyncGenerator[tuple[int, Delta], None]]:
+    ) -> AbstractAsyncContextManager[AsyncGenerator[tuple[int, Delta], None]]:
         """(choice, delta) of all choices, except for what takes the `short_cut`. At the end, choices that still run are
         aborted."""
-        try:
-            with self.queue.waiting(len(outputs)) as served:
-                samples = [self._sample(plan, index, output, served, short_cut) for index, output in enumerate(outputs)]
-                async with contextlib.aclosing(samples[0] if len(samples) == 1 else _merge(samples)) as deltas:
-                    yield deltas
-        finally:
-            most = max(len(output.token_ids) for output in outputs)
+
+        def begin(served: Callable[[], None]) -> AsyncGenerator[tuple[int, Delta], None]:
+            samples = [self._sample(plan, index, output, served, short_cut) for index, output in enumerate(outputs)]
+            return samples[0] if len(samples) == 1 else _merge(samples)
+
+        def end() -> None:
+            most = max([len(output.token_ids) for output in outputs])
             self._metrics.of_model(plan.model.name).observe("request_max_num_generation_tokens", most)
+
+        return _Running(self.queue.waiting(len(outputs)), begin, end)
 
     async def _sample(
         self, plan: Plan, index: int, output: ChoiceOutput, served: Callable[[], None], short_cut: ShortCut | None
@@ -211,6 +213,29 @@ class OpenAIService:
             raise
         finally:
             record.end("abort")  # the client has left
+
+
+class _Running:
+    __slots__ = ("_begin", "_deltas", "_end", "_waiting")
+
+    def __init__(
+        self,
+        waiting: AbstractContextManager[Callable[[], None]],
+        begin: Callable[[Callable[[], None]], AsyncGenerator[tuple[int, Delta], None]],
+        end: Callable[[], None],
+    ) -> None:
+        self._waiting, self._begin, self._end = waiting, begin, end
+
+    async def __aenter__(self) -> AsyncGenerator[tuple[int, Delta], None]:
+        self._deltas = self._begin(self._waiting.__enter__())
+        return self._deltas
+
+    async def __aexit__(self, *error: object) -> None:
+        try:
+            await self._deltas.aclose()
+        finally:
+            self._waiting.__exit__(None, None, None)
+            self._end()
 
 
 def _call_on(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

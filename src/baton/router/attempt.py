@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from baton.errors import is_refusal, reason_label
@@ -40,17 +40,35 @@ class RunningAttempt:
     prefilled: list[Callable[[], None]] = field(default_factory=list)
     failures: Counter[str] | None = None
     outcome: HandoffOutcome = "aborted"
-    _entered: ExitStack = field(default_factory=ExitStack)
+    ended: Callable[[HandoffOutcome, BaseException | None], None] | None = None
+    _entered: list[AbstractContextManager[Callable[[], None]]] = field(default_factory=list)
 
     async def __aenter__(self) -> RunningAttempt:
-        with ExitStack() as entered:
-            self.prefilled = [entered.enter_context(leg) for leg in self.counted]
-            self._entered = entered.pop_all()
+        try:
+            for leg in self.counted:
+                self.prefilled.append(leg.__enter__())
+                self._entered.append(leg)
+        except BaseException as error:
+            self._leave(error)
+            raise
         return self
 
-    async def __aexit__(self, *error: object) -> None:
-        with self._entered:
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
             await self.chunks.aclose()
+        finally:
+            self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:
+        """All legs, even if one raises."""
+        try:
+            if self._entered:
+                self._entered.pop().__exit__(None, None, None)
+        finally:
+            if self._entered:
+                self._leave(error)
+            elif self.ended is not None:
+                self.ended(self.outcome, error)
 
     def note(self, chunk: TokenChunk, leg: LegRole) -> None:
         """Raises `LegFailed` for an error that another attempt may recover from."""

@@ -59,11 +59,13 @@ class ConcurrencyLimit:
         return _Slot(self, standing, output)
 
     async def begin(self, standing: Standing) -> None:
-        mine = asyncio.Event()
-        self._queue.push(mine, standing)
-        if not self._may_run(mine):
-            await self._wait_turn(mine, standing.tenant)
-        self._queue.take(asyncio.get_running_loop().time())
+        now = asyncio.get_running_loop().time
+        if not (self._has_room() and self._queue.start(standing, now())):
+            mine = asyncio.Event()
+            self._queue.push(mine, standing)
+            if not self._may_run(mine):
+                await self._wait_turn(mine, standing.tenant)
+            self._queue.take(now())
         self._count(1)
         self._wake()
 

@@ -101,14 +101,15 @@ def start_legs(
     if len(legs) > 1:
         first = None if first_token_wait_s is None else _StartAfterFirstToken(first_token_wait_s)
         own["prefill"] += [] if first is None else [first]
-        own["decode"].insert(0, _SendAfterPrefill(first))
+        if first is not None or not callable(legs["decode"]):
+            own["decode"].insert(0, _SendAfterPrefill(first))
     return {leg: asyncio.create_task(_read(leg, source, items, own[leg])) for leg, source in legs.items()}
 
 
 async def _read(leg: LegRole, source: LegSource, items: LegItems, watches: Sequence[LegWatch]) -> None:
     try:
         error: Exception | None = None
-        chunks = source if isinstance(source, AsyncGenerator) else None
+        chunks = None if callable(source) else source
         try:
             for watch in watches:
                 await watch.begin()

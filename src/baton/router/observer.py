@@ -1,9 +1,5 @@
-"""The router's observer."""
-
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,13 +24,18 @@ from baton.sampling_params import SamplingParams
 from baton.wire import GenerateRequest, LegRole, Mode, TokenChunk
 
 
-@dataclass(frozen=True, slots=True)
-class ObservedRequest:
+class ObservedRequest(msgspec.Struct, frozen=True):
     """A running request, as sent to engines."""
 
     request: GenerateRequest
     timeline: RequestTimeline
     _observer: RequestObserver
+
+    def __enter__(self) -> ObservedRequest:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._observer.end(self, error)
 
     def on_route(self, why: str, engines: Sequence[str]) -> None:
         self.timeline.on_route(time.monotonic(), why, engines)
@@ -49,8 +50,6 @@ class ObservedRequest:
 
 
 class AcceptanceState(TypedDict):
-    """`acceptance` in `/status`."""
-
     alarms: list[str]
     num_comparisons: int
     groups: list[dict[str, object]]
@@ -69,8 +68,7 @@ class RequestObserver:
         self.recent = RecentRequests()
         self._running: dict[str, RequestTimeline] = {}
 
-    @contextlib.contextmanager
-    def observing(self, request: GenerateRequest) -> Iterator[ObservedRequest]:
+    def observing(self, request: GenerateRequest) -> ObservedRequest:
         caller, name = CALLER.get(), request.request_id
         http_id = "" if caller is None else caller.request_id
         timeline = RequestTimeline(name, http_id, time.monotonic(), time.time(), len(request.prompt_token_ids))
@@ -79,22 +77,18 @@ class RequestObserver:
         trace = self._begin_trace(timeline)
         if trace is not None:
             request = msgspec.structs.replace(request, timings=True)
-        try:
-            yield ObservedRequest(request, timeline, self)
-        except (asyncio.CancelledError, GeneratorExit):
-            timeline.on_end(time.monotonic(), "abort")
-            raise
-        except Exception as error:
+        return ObservedRequest(request, timeline, self)
+
+    def end(self, observed: ObservedRequest, error: BaseException | None) -> None:
+        timeline = observed.timeline
+        if isinstance(error, Exception):
             finish = "refused" if isinstance(error, RequestError) else "error"
             timeline.on_end(time.monotonic(), finish, str(error) or type(error).__name__)
-            raise
-        finally:
-            self._running.pop(name, None)
-            timeline.on_end(time.monotonic(), "abort")
-            self.recent.end(timeline)
-            if trace is not None:
-                del self._traces[name]
-                trace.end(self._request_attributes(request.sampling_params))
+        self._running.pop(timeline.id, None)
+        timeline.on_end(time.monotonic(), "abort")
+        self.recent.end(timeline)
+        if (trace := self._traces.pop(timeline.id, None)) is not None:
+            trace.end(self._request_attributes(observed.request.sampling_params))
 
     def on_last_chunk(self, request: GenerateRequest, timeline: RequestTimeline, chunk: TokenChunk) -> None:
         finish = "refused" if is_refusal(chunk.error) else chunk.finish_reason or ""

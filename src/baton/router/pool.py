@@ -155,9 +155,13 @@ class EnginePool:
 
     def max_num_seqs(self) -> int | None:
         """None if a healthy engine does not report it."""
-        infos = [e.info for e in self.usable(healthy=True) if e.role != "prefill"]
-        limits = [info.max_num_seqs for info in infos if info is not None]
-        return sum(limits) if limits and all(limits) else None
+        total = 0
+        for engine in self._engines.values():
+            if engine.role != "prefill" and engine.healthy and (info := engine.info) is not None:
+                if not info.max_num_seqs:
+                    return None
+                total += info.max_num_seqs
+        return total or None
 
     def has_other(self, engine: PooledEngine, avoid: Sequence[PooledEngine] = ()) -> bool:
         """Whether another engine of its role can take requests."""

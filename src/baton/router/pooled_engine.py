@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
+import msgspec
+
 from baton.comparison import token_identity
 from baton.errors import EngineLostError
 from baton.router.clients.engine_client import EngineClient
@@ -16,12 +18,14 @@ from baton.wire import EngineInfo, GenerateRequest, Role
 OnLost = Callable[[EngineLostError], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Charge:
+class Charge(msgspec.Struct, frozen=True):
     """A leg's cost for its engine, in tokens: to compute, and of KV to hold."""
 
     prefill_tokens: int = 0
     kv_tokens: int = 0
+
+
+NO_CHARGE = Charge()
 
 
 @dataclass(slots=True, eq=False)
@@ -107,13 +111,13 @@ class PooledEngine:
 
     def may_serve(self, request: GenerateRequest) -> bool:
         """Whether the engine has the request's identity, adapter, and room for all tokens."""
-        if self.info is None or request.identity not in (None, self.identity):
+        info = self.info
+        if info is None or (request.identity is not None and request.identity != token_identity(info.fingerprint)):
             return False
-        if request.adapter is not None and request.adapter not in self.info.adapters.values():
+        if request.adapter is not None and request.adapter not in info.adapters.values():
             return False
-        return len(request.prompt_token_ids) - request.num_known + request.sampling_params.max_tokens <= (
-            self.info.max_model_len
-        )
+        num_tokens = len(request.prompt_token_ids) - request.num_known + request.sampling_params.max_tokens
+        return num_tokens <= info.max_model_len
 
     @property
     def all_inflight(self) -> int:
@@ -138,7 +142,7 @@ class PooledEngine:
         return self.info is not None and self.num_silent > 0 and not given_up
 
     def leg(
-        self, on_lost: OnLost, may_move: Callable[[], bool] = lambda: False, charge: Charge = Charge()
+        self, on_lost: OnLost, may_move: Callable[[], bool] = lambda: False, charge: Charge = NO_CHARGE
     ) -> AbstractContextManager[Callable[[], None]]:
         """Count a leg while it runs. `on_lost` is called if the engine is given up, or as soon as it falls silent if
         `may_move`. Call the yielded function when the leg's prompt is computed."""

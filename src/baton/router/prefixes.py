@@ -92,6 +92,9 @@ def prompt_of(request: GenerateRequest) -> PromptBlocks:
 class Prefixes(Protocol):
     """What one engine holds of prompts."""
 
+    @property
+    def learns(self) -> bool: ...
+
     def num_tokens(self, prompt: PromptBlocks) -> int:
         """The expected prefix hit; the last token is always computed."""
         ...
@@ -122,6 +125,10 @@ class KnownPrefixes:
         self._max_blocks = (kv_tokens or _DEFAULT_TOKENS) // BLOCK_TOKENS if step else 0
         self._blocks: OrderedDict[bytes, float] = OrderedDict()
 
+    @property
+    def learns(self) -> bool:
+        return self._max_blocks > 0
+
     def num_tokens(self, prompt: PromptBlocks) -> int:
         if not self._step or not self._blocks:
             return 0
@@ -138,12 +145,12 @@ class KnownPrefixes:
         """A prompt's first blocks are evicted last."""
         if not self._max_blocks:
             return
-        now = self._clock()
+        now, blocks = self._clock(), self._blocks
         for block in reversed(prompt.chain()[: self._max_blocks]):
-            self._blocks[block] = now
-            self._blocks.move_to_end(block)
-        while len(self._blocks) > self._max_blocks:
-            self._blocks.popitem(last=False)
+            blocks[block] = now
+            blocks.move_to_end(block)
+        while len(blocks) > self._max_blocks:
+            blocks.popitem(last=False)
 
     def forget(self, prompt: PromptBlocks) -> None:
         for block in prompt.chain():

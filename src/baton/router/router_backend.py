@@ -7,7 +7,7 @@ import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, get_args
 
 import msgspec
@@ -37,7 +37,7 @@ from baton.router.near_tie import measure_gap
 from baton.router.observer import RequestObserver
 from baton.router.policies import PolicyConfig, create_policies
 from baton.router.pool import EnginePool
-from baton.router.pooled_engine import Charge, OnLost, PooledEngine
+from baton.router.pooled_engine import NO_CHARGE, OnLost, PooledEngine
 from baton.router.routes import PREFIX_MISSING, Decisions, Route, Routes
 from baton.sampling_params import SamplingParams
 from baton.timeouts import timeout
@@ -239,41 +239,31 @@ class RouterBackend:
             return False
         return any(other.may_serve(request) for other in self.pool.usable(healthy=True) if other is not engine)
 
-    @contextlib.asynccontextmanager
-    async def _running(
+    def _running(
         self, request: GenerateRequest, route: Route, kv_mode: Mode, may_move: MayMove, items: LegItems
-    ) -> AsyncIterator[RunningAttempt]:
+    ) -> RunningAttempt:
         """Raises `LegFailed` if another may succeed."""
         prefill, decode = route.prefill, route.decode
         if prefill is None:
             if route.max_prefill_tokens is not None:
                 request = msgspec.structs.replace(request, max_prefill_tokens=route.max_prefill_tokens)
             alone = Legs({"decode": self._connector.alone(request, decode)})
-            async with self._joining(request, route, alone, kv_mode, may_move, items) as attempt:
-                yield attempt
-            return
+            return self._joining(request, route, alone, kv_mode, may_move, items)
         legs = self._connector.legs(request, prefill, decode, kv_mode)
+        attempt = self._joining(request, route, legs, kv_mode, may_move, items)
+        attempt.failures, attempt.ended = self.failures, functools.partial(self._handoff_ended, legs)
         self.handoffs["started"] += 1
         self.num_active_handoffs += 1
-        outcome: HandoffOutcome = "aborted"
-        try:
-            async with self._joining(request, route, legs, kv_mode, may_move, items) as attempt:
-                attempt.failures = self.failures
-                try:
-                    yield attempt
-                finally:
-                    outcome = attempt.outcome
-        except LegFailed as failed:
-            if outcome != "failed" and not isinstance(failed.error, RequestError):
-                outcome = "failed"
-                error = failed.error
-                self.failures[reason_label(error.reason) if isinstance(error, HandoffError) else code_of(error)] += 1
-            raise
-        finally:
-            self.num_active_handoffs -= 1
-            self.handoffs[outcome] += 1
-            if legs.on_end is not None and (telling := legs.on_end(outcome)) is not None:
-                self._run_in_background(telling, self.pool.timers.tell)
+        return attempt
+
+    def _handoff_ended(self, legs: Legs, outcome: HandoffOutcome, error: BaseException | None) -> None:
+        if isinstance(error, LegFailed) and outcome != "failed" and not isinstance(error.error, RequestError):
+            outcome, cause = "failed", error.error
+            self.failures[reason_label(cause.reason) if isinstance(cause, HandoffError) else code_of(cause)] += 1
+        self.num_active_handoffs -= 1
+        self.handoffs[outcome] += 1
+        if legs.on_end is not None and (telling := legs.on_end(outcome)) is not None:
+            self._run_in_background(telling, self.pool.timers.tell)
 
     def _joining(
         self, request: GenerateRequest, route: Route, legs: Legs, kv_mode: Mode, may_move: MayMove, items: LegItems
@@ -289,7 +279,7 @@ class RouterBackend:
             return lambda error: items.put_nowait((leg, error))
 
         counted = [
-            engine.leg(on_lost(leg), functools.partial(may_move, engine), route.charges.get(leg, Charge()))
+            engine.leg(on_lost(leg), functools.partial(may_move, engine), route.charges.get(leg, NO_CHARGE))
             for leg, engine in engines.items()
         ]
         joined = join_legs(legs.chunks, items, self._drain, legs.notices, legs.first_token_wait_s, watches)

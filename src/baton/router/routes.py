@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 import msgspec
@@ -116,12 +115,13 @@ class Routes:
         prompt = prompt_of(request)
         for healthy in (True, False):
             usable = self._pool.usable(healthy)
-
-            def of(role: Role, usable: list[PooledEngine] = usable) -> list[PooledEngine]:
-                mine = [engine for engine in usable if engine.role == role and engine.may_serve(request)]
-                return [engine for engine in mine if engine not in tried] or mine
-
-            engines = _Engines(of("prefill"), of("decode"), of("both"), bool(tried) or request.num_known > 0)
+            mine: dict[Role, list[PooledEngine]] = {"prefill": [], "decode": [], "both": []}
+            for engine in usable:
+                if engine.may_serve(request):
+                    mine[engine.role].append(engine)
+            if tried:
+                mine = {role: [e for e in able if e not in tried] or able for role, able in mine.items()}
+            engines = _Engines(**mine, forced=bool(tried) or request.num_known > 0)
             backs = self._hand_backs if self._hand_backs is not None and self._hand_backs.enabled else None
             elsewhere = backs.held(prompt, usable) if backs else 0
             route = self._choose_route(request, EngineNeeds(prompt, session, elsewhere=elsewhere), engines, hand_off)
@@ -195,7 +195,7 @@ class Routes:
 
     def served(self, route: Route, request: GenerateRequest, output: Sequence[int]) -> None:
         """The decode engine now holds the KV of the request and its `output`, except for the last token."""
-        if self._learns:
+        if self._learns and route.decode.known.learns:
             prompt = route.prompt or prompt_of(request)
             num_known = len(prompt.tokens) - len(request.prompt_token_ids)
             route.decode.known.learn(prompt.followed_by(output[num_known:-1]))
@@ -205,8 +205,7 @@ class Routes:
         route.decode.known.forget(prompt_of(request))
 
 
-@dataclass(frozen=True, slots=True)
-class _Engines:
+class _Engines(msgspec.Struct, frozen=True):
     """The engines that can take a request, by role. `forced`: overloaded ones too."""
 
     prefill: list[PooledEngine]

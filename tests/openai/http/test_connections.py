@@ -7,6 +7,7 @@ import contextlib
 import gzip
 import json
 import logging
+import socket
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -317,6 +318,18 @@ async def test_requests_that_run_at_the_shutdown_get_an_error(
         assert (await response.json())["error"]["type"] == "service_unavailable_error"
     await asyncio.wait_for(server.task, LIMIT_S)
     assert server.engine.running == 0
+
+
+async def test_clients_that_vanish_are_noticed(session: aiohttp.ClientSession) -> None:
+    async def keeps_alive(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        connection = request.transport.get_extra_info("socket")
+        return web.Response(text=str(connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)))
+
+    app = web.Application()
+    app.router.add_get("/", keeps_alive)
+    async with served(app) as url, session.get(url) as response:
+        assert await response.text() == "1"
 
 
 def test_an_echo_of_a_signal_does_not_hurry() -> None:

@@ -99,6 +99,29 @@ def test_a_tenant_that_was_away_gets_no_credit() -> None:
     assert Counter(str(name)[0] for name in taken) == {"a": 5, "b": 5}
 
 
+@given(st.lists(st.one_of(STANDINGS, st.sampled_from(NAMES)), max_size=60))
+def test_what_starts_at_once_counts_as_if_it_had_waited(steps: list[Standing | str]) -> None:
+    tenants = {"a": Tenant(weight=2.0, max_running=2), ANY: Tenant()}
+    at_once, waited = FairQueue[int](tenants), FairQueue[int](tenants)
+    running: Counter[str] = Counter()
+    for number, step in enumerate(steps):
+        if isinstance(step, str):
+            if running[step]:
+                running[step] -= 1
+                at_once.end(step)
+                waited.end(step)
+            continue
+        waited.push(number, step)
+        begun = waited.take(0.0) is not None
+        assert at_once.start(step, 0.0) == begun
+        running[step.tenant] += begun
+        if not begun:
+            waited.remove(number)
+    assert list(at_once.counts()) == list(waited.counts())
+    at_once.push(0, Standing("b"))
+    assert not at_once.start(Standing("c"), 0.0), "another waits"
+
+
 def test_a_tenant_at_its_limit_lets_others_run_and_is_told_when_to_come_again() -> None:
     queue: FairQueue[int] = FairQueue({"a": Tenant(max_running=1, max_queued=2), ANY: Tenant(priority=3)})
     for number in range(4):

@@ -109,6 +109,8 @@ class ApiKeys:
 
     def number(self, request: web.Request) -> int | None:
         """The number of the request's key, from 1. Anthropic's clients send `X-Api-Key`."""
+        if not self._digests:
+            return None
         scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
         given = [bearer] if scheme.lower() == "bearer" else []
         given.append(request.headers.get("X-Api-Key", ""))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import TypeVar
 
 import msgspec
@@ -52,21 +52,20 @@ class Drain:
         for task in self.tasks:
             task.cancel()
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Count the current task as a request. Raises `DrainingError` after `begin`."""
+    def enter(self) -> asyncio.Task[object]:
+        """Count the current task as a request until `leave`. Raises `DrainingError` after `begin`."""
         if self.begun:
             raise DrainingError("this server is shutting down")
         task = asyncio.current_task()
         assert task is not None
         self.tasks.add(task)
         self.idle.clear()
-        try:
-            yield
-        finally:
-            self.tasks.discard(task)
-            if not self.tasks:
-                self.idle.set()
+        return task
+
+    def leave(self, task: asyncio.Task[object]) -> None:
+        self.tasks.discard(task)
+        if not self.tasks:
+            self.idle.set()
 
 
 DRAIN: web.AppKey[Drain] = web.AppKey("drain", Drain)
@@ -104,12 +103,13 @@ def new_app(
             log_refusal(request.method, request.path if resource is None else endpoint, error)
             return _error_reply(request, error)
 
+        counted = None
         try:
-            with contextlib.nullcontext() if endpoint in _UNCOUNTED else drain.running():
-                keys.check(request)
-                access.check_page(request)
-                note_standing(caller, request.headers)
-                response = await handler(request)
+            counted = None if endpoint in _UNCOUNTED else drain.enter()
+            keys.check(request)
+            access.check_page(request)
+            note_standing(caller, request.headers)
+            response = await handler(request)
             status = response.status
             return response
         except asyncio.CancelledError:
@@ -123,6 +123,8 @@ def new_app(
         except Exception as error:
             return refuse(to_api_error(error))
         finally:
+            if counted is not None:
+                drain.leave(counted)
             metrics.requests[endpoint, status] += 1
 
     app = web.Application(middlewares=[shape_errors])

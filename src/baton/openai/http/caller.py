@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
-import secrets
 from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -26,11 +25,11 @@ _MAX_ID_CHARS = 128
 _MAX_TEXT_CHARS = 300
 # OpenAI's old and new field.
 _USER_FIELDS = ("user", "safety_identifier")
+_NUMBERS = (int, float)
 _WORD = re.compile(r"[\w.:,-]{1,100}", re.ASCII)
 
 
-@dataclass(slots=True)
-class Caller:
+class Caller(msgspec.Struct):
     """`key`: the number of the API key, from 1. `user`: the end user in the request body. `session`: the client's
     `X-Session-Id`. `claimed`: the tenant that a header names. `priority` and `ttft_slo_s`: as in `GenerateRequest`;
     None: not in a header."""
@@ -65,7 +64,7 @@ def request_id_of(headers: _Headers) -> str:
     """`X-Request-Id`, or a new id if that is missing or unfit for a response."""
     given = headers.get(REQUEST_ID, "")
     usable = 0 < len(given) <= _MAX_ID_CHARS and given.isascii() and given.isprintable()
-    return given if usable else secrets.token_hex(16)
+    return given if usable else os.urandom(16).hex()
 
 
 def session_of(caller: Caller | None) -> str | None:
@@ -123,12 +122,18 @@ def note_user(fields: Mapping[str, msgspec.Raw]) -> None:
 
 def line_of(fields: Mapping[str, object]) -> str:
     """`name=value ...` without None."""
-    return " ".join([f"{name}={_log_value(value)}" for name, value in fields.items() if value is not None])
+    return " ".join(
+        [
+            f"{name}={value if type(value) in _NUMBERS else _log_value(value)}"
+            for name, value in fields.items()
+            if value is not None
+        ]
+    )
 
 
 def _log_value(value: object) -> str:
     text = str(value)
-    if type(value) in (int, float) or _WORD.fullmatch(text):
+    if _WORD.fullmatch(text):
         return text
     if len(text) > _MAX_TEXT_CHARS:
         text = f"{text[:_MAX_TEXT_CHARS]}..."

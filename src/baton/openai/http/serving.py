@@ -74,6 +74,7 @@ async def served(app: web.Application, listener: socket.socket) -> AsyncIterator
     """Closing the yielded `Acceptor` stops listening but keeps connections open. A client that disconnects aborts its
     request."""
     limits = app.get(LIMITS) or HttpLimits()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # inherited
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     try:
         await runner.setup()
@@ -87,6 +88,7 @@ async def served(app: web.Application, listener: socket.socket) -> AsyncIterator
                 unread,
                 access_log=None,
                 keepalive_timeout=limits.keep_alive_s,
+                tcp_keepalive=False,
                 lingering_time=2.0,
                 auto_decompress=False,  # it would run before the checks of key and route
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 
@@ -44,7 +44,7 @@ def make_message_plan(body: bytes, model: ServedModel, parsing: Parsing = NO_PAR
     except RequestError as error:
         raise rename_field(error) from None
     field = rename_field(RequestError(plan.grammar_field, plan.grammar_field)).param
-    return MessagePlan(replace(plan, grammar_field=field or plan.grammar_field))
+    return MessagePlan(msgspec.structs.replace(plan, grammar_field=field or plan.grammar_field))
 
 
 def count_tokens(body: bytes, model: ServedModel) -> Json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -41,7 +41,7 @@ def make_response_plan(body: bytes, model: ServedModel, parsing: Parsing = NO_PA
         plan = plan_chat(check_request(to_chat(request)), model, parsing)
     except RequestError as error:
         raise rename_field(error) from None
-    return ResponsePlan(request, replace(plan, grammar_field=field_here(plan.grammar_field)))
+    return ResponsePlan(request, msgspec.structs.replace(plan, grammar_field=field_here(plan.grammar_field)))
 
 
 async def respond(service: OpenAIService, asked: ResponsePlan) -> bytes | AsyncGenerator[bytes, None]:

@@ -35,6 +35,10 @@ class _State(Generic[T]):
         limit = self.tenant.max_running
         return bool(self.waiting) and (limit is None or self.num_running < limit)
 
+    def charge(self, num_tokens: int) -> None:
+        self.num_tokens += num_tokens
+        self.served += num_tokens / self.tenant.weight
+
 
 class FairQueue(Generic[T]):
     """Items must be hashable."""
@@ -60,6 +64,18 @@ class FairQueue(Generic[T]):
         insort(state.waiting, entry, key=lambda entry: entry[:3])
         self._entries[item] = standing, entry
 
+    def start(self, standing: Standing, now: float) -> bool:
+        """`push` and `take`, if no item waits."""
+        if self._entries:
+            return False
+        state = self._state(standing.tenant)
+        limit = state.tenant.max_running
+        if limit is not None and state.num_running >= limit:
+            return False
+        state.served = max(state.served, self._level)
+        self._begin(state, standing.prompt_tokens, now)
+        return True
+
     def next(self) -> T | None:
         """None if no item may run."""
         best = self._best()
@@ -72,11 +88,14 @@ class FairQueue(Generic[T]):
             return None
         item = best.waiting.pop(0)[3]
         standing, _ = self._entries.pop(item)
-        self._level = best.served
-        self.charge(standing.tenant, standing.prompt_tokens)
-        best.num_running += 1
-        best.speed.note(now)
+        self._begin(best, standing.prompt_tokens, now)
         return item
+
+    def _begin(self, state: _State[T], prompt_tokens: int, now: float) -> None:
+        self._level = state.served
+        state.charge(prompt_tokens)
+        state.num_running += 1
+        state.speed.note(now)
 
     def _best(self) -> _State[T] | None:
         ready = [state for state in self._states.values() if state.may_run]
@@ -91,9 +110,7 @@ class FairQueue(Generic[T]):
         self._states[standing.tenant].waiting.remove(entry)
 
     def charge(self, name: str, num_tokens: int) -> None:
-        state = self._state(name)
-        state.num_tokens += num_tokens
-        state.served += num_tokens / state.tenant.weight
+        self._state(name).charge(num_tokens)
 
     def end(self, name: str) -> None:
         """A running item of this tenant has ended."""

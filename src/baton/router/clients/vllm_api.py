@@ -152,6 +152,8 @@ def with_metrics(request: GenerateRequest, last: TokenChunk, metrics: Any, is_pa
     """A leg's last chunk with the server's `metrics`, if they can be read. `is_padded`: vLLM padded the first step with
     placeholders, and counts it as a verification.
     """
+    if metrics is None:
+        return last
     try:
         parsed = msgspec.convert(metrics, _Metrics)
     except msgspec.ValidationError:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
 import aiohttp
+import msgspec
 
 from baton.errors import ConfigError, EngineLostError, EngineUnavailableError, RequestError
 from baton.handoff.protocol.ticket import TICKET_LIFE_S, new_transfer_id
@@ -43,8 +44,7 @@ class ConnectorConfig:
     new_transfer_id: Callable[[], bytes] = new_transfer_id
 
 
-@dataclass(frozen=True, slots=True)
-class Legs:
+class Legs(msgspec.Struct, frozen=True):
     """The legs of one attempt: both, or either. `notices`: the decode engine recovers from a lost prefill leg, or
     reports it. `first_token_wait_s`: how long the decode leg waits for the first token before it begins; None: not at
     all. What `on_end` returns is awaited after the attempt, with its legs closed; if it fails, the engines' own

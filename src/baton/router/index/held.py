@@ -18,6 +18,10 @@ class HeldPrefixes:
         self.index = index
         self._promised = KnownPrefixes(1, 0, clock, PROMISED_S)
 
+    @property
+    def learns(self) -> bool:
+        return self._promised.learns
+
     def num_tokens(self, prompt: PromptBlocks) -> int:
         return max(self.index.num_tokens(prompt), self._promised.num_tokens(prompt))
 

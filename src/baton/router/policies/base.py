@@ -84,4 +84,4 @@ class Policies:
         return any(policy.uses_prefixes for policy in (self.prefill, self.decode, self.both))
 
     def of(self, role: Role) -> Policy:
-        return {"prefill": self.prefill, "decode": self.decode, "both": self.both}[role]
+        return self.prefill if role == "prefill" else self.decode if role == "decode" else self.both
