@@ -28,14 +28,21 @@ from baton.router import RouterConfig, build_app
 from baton.router.clients.engine_client import BatonClient, new_session
 from baton.router.join import Joined
 from baton.router.pool import EnginePool
+from baton.router.router_backend import MAX_ATTEMPTS
 from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingParams
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
 from baton.timeouts import timeout
 from baton.wire import MAX_WAITED_S, EngineInfo, EngineLoad, GenerateRequest, TokenChunk, TokenLogprobs
-from testkit.servers.fake_serving import ADMIN, ADMIN_TOKEN, FakeEngine, served, status_of, until
+from testkit.servers.fake_serving import ADMIN, ADMIN_TOKEN, FakeEngine, await_engines, served, status_of, until
 from testkit.servers.fleets import BODY, QUICK, Cluster, bare, complete, expected_answer, recoveries, several_answers
+
+
+async def num_healthy(session: aiohttp.ClientSession, url: str, num: int) -> None:
+    """Wait until so many engines are."""
+    while sum(engine["healthy"] for engine in (await status_of(session, url))["engines"]) != num:
+        await asyncio.sleep(0.01)
 
 
 def ids(engine: FakeEngine) -> list[str]:
@@ -296,14 +303,14 @@ async def test_a_silent_engine_gets_new_requests_only_for_want_of_another(direct
     cluster = Cluster(directory)
     async with cluster.run(timers=RouterTimers(check=0.05, answer=0.5, lease=60.0)) as (url, session):
         cluster.stop(cluster.decodes[0])
-        await asyncio.sleep(1.2)
+        await num_healthy(session, url, 3)
         for _ in range(3):
             assert (await complete(session, url))[0] == 200
         assert len(cluster.decodes[0].requests) == 0
         others = [*cluster.prefills, cluster.decodes[1]]
         for engine in others:
             cluster.stop(engine)
-        await asyncio.sleep(1.2)
+        await num_healthy(session, url, 0)
         asked = asyncio.create_task(complete(session, url))
         await several_answers(session, url)
         assert not asked.done(), "it waits for one of them"
@@ -332,8 +339,7 @@ async def test_a_request_with_nothing_to_lose_leaves_a_silent_engine_at_once(dir
         await until(lambda: engines[0].running == 1)
         cluster.stop(engines[0])
         if recovery == "none":
-            while (await status_of(session, url))["engines"][0]["healthy"]:
-                await asyncio.sleep(0.01)
+            await num_healthy(session, url, 1)
             await several_answers(session, url)
             assert not asked.done()
             asked.cancel()
@@ -344,6 +350,43 @@ async def test_a_request_with_nothing_to_lose_leaves_a_silent_engine_at_once(dir
             assert bare(answer) == await expected_answer(directory, session)
             assert await recoveries(session, url) == {"retry": 1}
         cluster.cont(engines[0])
+
+
+async def test_the_last_attempt_waits_for_a_silent_engine(directory: Path) -> None:
+    """Its request would fail, though another engine could take it, and this one may answer again."""
+    answers = asyncio.Event()
+
+    class Late(FakeEngine):
+        async def _stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+            await answers.wait()
+            async for chunk in super()._stream(request):
+                yield chunk
+
+    cluster, engines = (
+        Cluster(directory, 0, 0),
+        [*(Late(directory) for _ in range(MAX_ATTEMPTS)), FakeEngine(directory)],
+    )
+    timers = RouterTimers(check=0.05, answer=0.5, lease=60.0)
+    async with contextlib.AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(served(cluster.app(engine))) for engine in engines]
+        app = await build_app(RouterConfig(both=tuple(urls), timers=timers, policy="round_robin"))
+        url = await stack.enter_async_context(served(app))
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        await await_engines(session, url)
+        asked = asyncio.create_task(complete(session, url))
+        for number, engine in enumerate(engines[:MAX_ATTEMPTS]):
+            await until(lambda engine=engine: engine.running == 1)
+            cluster.stop(engine)
+            await num_healthy(session, url, len(engines) - 1 - number)
+        await several_answers(session, url)
+        assert not asked.done()
+        for engine in engines[:MAX_ATTEMPTS]:
+            cluster.cont(engine)
+        answers.set()
+        async with timeout(60):
+            status, answer = await asked
+        assert status == 200, answer
+        assert not engines[-1].requests
 
 
 async def test_an_engine_that_was_down_and_is_silent_gets_no_requests(directory: Path) -> None:

@@ -72,7 +72,7 @@ def decode_leg(traceparent: str | None, *ends: Any) -> None:
 
 
 def committed(key: Any) -> ev.DecodeCommitted:
-    return ev.DecodeCommitted(key, Seeds(first_token=7, draft_token_ids=[]), 4096, 3, copied=(0.0, 0.0))
+    return ev.DecodeCommitted(key, Seeds(first_token=7, draft_token_ids=[]), 4096, 3, copied=(1.0, 3.0))
 
 
 def test_a_handoff_is_a_span_of_the_decode_leg(spans: Any) -> None:
@@ -84,6 +84,7 @@ def test_a_handoff_is_a_span_of_the_decode_leg(spans: Any) -> None:
     times = {event.name: event.timestamp for event in span.events}
     assert times["announced"] <= times["admitted"] <= times["registered"] == span.start_time
     assert span.start_time <= times["committed"] == span.end_time
+    assert times["last bytes"] - times["first bytes"] == pytest.approx(2e9)
     assert dict(span.attributes) == {
         "baton.handoff.mode": "push",
         "baton.handoff.integrity": "sampled",

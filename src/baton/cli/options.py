@@ -112,9 +112,7 @@ def _flag_value(value: Any) -> str:
 @dataclass(frozen=True, slots=True)
 class ListenOptions:
     config: Config = None
-    host: Annotated[str, typer.Option(help="Address to listen on; loopback unless you protect it yourself.")] = (
-        "127.0.0.1"
-    )
+    host: Annotated[str, typer.Option(help="Address to listen on. Protect any other than loopback.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000
     shutdown_timeout: Annotated[
         float,
@@ -136,18 +134,19 @@ class ListenOptions:
         str | None, typer.Option(metavar="FILE|TEXT", help="Jinja template of chats; default: the checkpoint's.")
     ] = None
     chat_template_content_format: Annotated[
-        ContentFormatOption, typer.Option(help="What it loops over: string, or openai for lists of parts.")
+        ContentFormatOption,
+        typer.Option(help="A message's content in the template: string, or openai: a list of parts."),
     ] = "auto"
     enable_auto_tool_choice: Annotated[
         bool, typer.Option("--enable-auto-tool-choice", help="Let models choose tools, by --tool-call-parser.")
     ] = False
-    tool_call_parser: Annotated[str | None, typer.Option(help=f"Of {', '.join(TOOL_PARSERS)}.")] = None
-    reasoning_parser: Annotated[str | None, typer.Option(help=f"Of {', '.join(REASONING_PARSERS)}.")] = None
+    tool_call_parser: Annotated[str | None, typer.Option(help=f"One of {', '.join(TOOL_PARSERS)}.")] = None
+    reasoning_parser: Annotated[str | None, typer.Option(help=f"One of {', '.join(REASONING_PARSERS)}.")] = None
     enable_per_request_metrics: Annotated[
-        bool, typer.Option("--enable-per-request-metrics", help="Answers tell their times, in the object metrics.")
+        bool, typer.Option("--enable-per-request-metrics", help="Answers have an object `metrics` with their times.")
     ] = False
     per_request_spec_decode_metrics: Annotated[
-        SpecDecodeLevel, typer.Option(help="What answers tell there of accepted drafts.")
+        SpecDecodeLevel, typer.Option(help="What this object says about accepted drafts.")
     ] = "none"
     allowed_origins: Annotated[
         str | None, typer.Option(metavar="JSON", help='Web pages that may read answers: ["https://HOST"], ["*"].')
@@ -161,7 +160,7 @@ class ListenOptions:
     log_level: Annotated[LogLevel, typer.Option(help="Least level of log lines; info has a line for each request.")] = (
         "info"
     )
-    log_format: Annotated[LogFormat, typer.Option(help="Of log lines, on stderr.")] = "text"
+    log_format: Annotated[LogFormat, typer.Option(help="Format of log lines, on stderr.")] = "text"
 
     def bind(self) -> socket.socket:
         """Start logging, and listen. Raises `ConfigError`."""
@@ -243,7 +242,7 @@ class ProcessOptions:
 class AdminOptions:
     admin_token_file: Annotated[
         str | None,
-        typer.Option(help="Token for POST /instances/..., made where there is none. Default: BATON_ADMIN_TOKEN."),
+        typer.Option(help="File of the token for POST /instances/..., made if missing. Default: BATON_ADMIN_TOKEN."),
     ] = None
 
 

@@ -49,7 +49,7 @@ class FrontOptions(RouterSettings):
         typer.Option(metavar="URL=ENDPOINT", help="Where a vLLM or SGLang server publishes its KV events. Repeat."),
     ] = None
     kv_event_replay_source: Annotated[
-        list[str] | None, typer.Option(metavar="URL=ENDPOINT", help="Where it repeats them. Repeat.")
+        list[str] | None, typer.Option(metavar="URL=ENDPOINT", help="Where it replays them. Repeat.")
     ] = None
 
     def sources(self) -> dict[str, tuple[str, ...]]:

@@ -99,7 +99,9 @@ class SamplingOptions:
 class ComparisonOptions:
     modes: Annotated[
         str | None,
-        typer.Option(help=f"Of {', '.join(MODES)} [default: the first three]; with --candidate: kv_mode to ask for."),
+        typer.Option(
+            help=f"Some of {', '.join(MODES)} [default: the first three]; with --candidate: kv_mode to ask for."
+        ),
     ] = None
     json_output: Annotated[bool, typer.Option("--json", help="Print the reports as JSON.")] = False
     near_tie: Annotated[

@@ -52,7 +52,7 @@ class ConcurrencyLimit:
         self.num_running = 0
 
     def slot(self, standing: Standing = _ANYBODY, output: Sized = ()) -> AbstractAsyncContextManager[None]:
-        """Wait for a slot. `output`: returns the tokens generated for the tenant, at the end.
+        """Wait for a slot. `output`: tokens, charged to the tenant at the end.
 
         Raises `OverloadedError`.
         """

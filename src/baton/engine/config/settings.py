@@ -63,7 +63,7 @@ class StepSettings:
     max_decode_gap_s: Annotated[
         float,
         Setting(
-            "Longest gap of a stream by prompts beside it, by measured times; 0: any.",
+            "Longest pause of streams while prompts are computed, by measured times; 0: no limit.",
             rule=_SECONDS_OR_NO_LIMIT,
         ),
     ] = 0.2
@@ -101,7 +101,7 @@ class StepSettings:
         ),
     ] = 1
     reduction_slices: Annotated[
-        int | None, Setting("With --batch-invariant: engines of equal number compute alike; default: ranks.")
+        int | None, Setting("With --batch-invariant: engines with the same number compute the same; default: ranks.")
     ] = None
     integrity: Annotated[IntegritySetting, Setting("Digests of bytes: auto, off, sampled or full.")] = "auto"
     kv_stream: Annotated[KVStream, Setting("Push after the prefill, by chunk of it, or by layer.")] = "chunk"
@@ -138,7 +138,7 @@ class ServingSettings(StepSettings):
     engines_per_host: Annotated[
         int | None,
         Setting(
-            "Engines that have this part in equal shares; default: 1, or as many as up starts.",
+            "Engines that share this part equally; default: 1, or as many as up starts.",
             rule=in_range(1, MAX_ENGINES),
         ),
     ] = None
@@ -155,7 +155,7 @@ class ServingSettings(StepSettings):
     override_generation_config: Annotated[
         Mapping[str, Any] | None,
         Setting(
-            'Sampling defaults that count more: {"temperature": 0.6}.',
+            'Sampling defaults that override those: {"temperature": 0.6}.',
             parse=functools.partial(json_object, "override_generation_config"),
             metavar="JSON",
         ),
@@ -171,18 +171,18 @@ class ServingSettings(StepSettings):
     queue_timeout_s: Annotated[
         float,
         Setting(
-            "Longest wait of a request for its start; 0: any.",
+            "Longest wait of a request for its start; 0: no limit.",
             rule=_SECONDS_OR_NO_LIMIT,
         ),
     ] = 0.0
-    recovery: Annotated[Recovery, Setting("Last rung that a failed handoff may take.")] = "full"
+    recovery: Annotated[Recovery, Setting("How far a failed handoff may be recovered.")] = "full"
     token_api: Annotated[
         bool, Setting("Role both: take a router's requests in token ids too, on the clients' port.")
     ] = False
     stall_timeout_s: Annotated[
         float,
         Setting(
-            "An engine at one step for longer is given up.",
+            "An engine whose step takes longer is given up.",
             rule=Rule("in (0, 86400]", lambda value: 0 < value <= 86400),
         ),
     ] = 120.0

@@ -85,7 +85,7 @@ class AdaptiveDrafts:
         self._num_accepted, self._draft_s = 0, 0.0
         if self._measures and decodes:
             seconds /= float(self.few_rows.of(sum(rows.num_rows for rows in scheduled)))
-            self._observe(self.target_cost, _parts([(rows.num_rows, rows.start) for rows in scheduled]), seconds)
+            self._observe(self.target_cost, target_parts([(rows.num_rows, rows.start) for rows in scheduled]), seconds)
 
     def drafted(self, draft_rows: Sequence[DraftRows], seconds: float) -> None:
         self._draft_s += seconds
@@ -140,7 +140,7 @@ class AdaptiveDrafts:
     def _costs(self, contexts: IntArray) -> RoundCosts:
         _, row, _, _, row_context, *beyond = self.target_cost.each()
         _, _, start, depth, draft = self.drafter_cost.each()
-        target = self.target_cost.seconds(_parts([(1, c) for c in contexts.tolist()]))
+        target = self.target_cost.seconds(target_parts([(1, c) for c in contexts.tolist()]))
         entries, steps = self.drafter_cost.seconds(draft_parts(len(contexts), [0])), self._steps_per_pass
         waiting = self.drafter_cost.seconds(draft_parts(steps * len(contexts), [0])) / steps
         base, start = target + waiting, start + entries - waiting
@@ -175,7 +175,7 @@ class AdaptiveDrafts:
                 began = now()
                 executor.execute(plan)
                 if repeated:
-                    self.target_cost.observe(_parts([(rows, context)] * requests), now() - began)
+                    self.target_cost.observe(target_parts([(rows, context)] * requests), now() - began)
             for requests, drafts in _DRAFT_PROBES:
                 if requests > min(most_requests, most_rows) or 1 + drafts > most_tokens:
                     continue
@@ -208,7 +208,7 @@ class AdaptiveDrafts:
                 break
         self.few_rows.fit(found)
         for rows, seconds in found.items():
-            self.target_cost.observe(_parts([(rows, 0)]), seconds / float(self.few_rows.of(rows)))
+            self.target_cost.observe(target_parts([(rows, 0)]), seconds / float(self.few_rows.of(rows)))
 
 
 def limit_drafts(chooser: DraftCounts, draft_rows: Sequence[DraftRows]) -> list[DraftRows]:
@@ -224,7 +224,7 @@ def _at_most(rows: DraftRows, most: int) -> DraftRows:
     return rows if rows.num_drafts <= most else DraftRows(*rows[:4], most)
 
 
-def _parts(rows: Sequence[tuple[int, int]]) -> tuple[float, ...]:
+def target_parts(rows: Sequence[tuple[int, int]]) -> tuple[float, ...]:
     """`rows`: per request, the number of rows and of tokens before them."""
     num_rows = context = rows_context = 0
     for count, before in rows:

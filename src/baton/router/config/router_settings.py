@@ -32,8 +32,8 @@ class RoutingSettings:
         str,
         Setting("How engines are chosen: cache_aware, least_loaded, power_of_two, round_robin, consistent_hash."),
     ] = DEFAULT_POLICY
-    prefill_policy: Annotated[str | None, Setting("How prefill engines are. Default: --policy.")] = None
-    decode_policy: Annotated[str | None, Setting("How decode engines are. Default: --policy.")] = None
+    prefill_policy: Annotated[str | None, Setting("The same for prefill engines. Default: --policy.")] = None
+    decode_policy: Annotated[str | None, Setting("The same for decode engines. Default: --policy.")] = None
     policy_config: Annotated[
         PolicyConfig,
         Setting("Weights and limits of the choice: docs/router.md.", parse=read_config, metavar="JSON"),
@@ -80,7 +80,7 @@ class RouterSettings(RoutingSettings):
     ] = None
     ticket_life: Annotated[
         float,
-        Setting("Seconds in which both legs reach their engines; they may wait.", rule=in_range(1, MAX_TICKET_LIFE_S)),
+        Setting("Seconds within which both legs must reach their engines.", rule=in_range(1, MAX_TICKET_LIFE_S)),
     ] = TICKET_LIFE_S
     max_queued_requests: Annotated[
         int, Setting("Choices that may wait for their first token; more get 429.", rule=at_least(1))
