@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS, store_with_bias
-from baton.kernels.cpu.int8_rows import GROUP, GROUP_BYTES, SCALE_AT, SUM_AT, groups_of, narrow_row
+from baton.kernels.cpu.int8_rows import GROUP, GROUP_BYTES, SCALE_AT, SUM_AT, groups_of, narrow_piece, num_narrow_pieces
 from baton.kernels.cpu.jit_cache import jit
 from baton.kernels.cpu.omp import Kernel, arguments, take, threads_for
 from baton.kernels.cpu.simd import CHUNKS, LANES, cgutils, fma, load, load_widened, prefetch, splat
@@ -33,7 +33,6 @@ _MOST = 127
 _SHIFT = 128
 # Per thread.
 _PARALLEL_WEIGHTS, _PARALLEL_NUMBERS = 1 << 17, 1 << 16
-_ROWS_AT_ONCE = 16
 _AHEAD = 1024
 _NUM_ARGUMENTS = 9
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
@@ -168,11 +167,10 @@ def multiply_narrowed(
 def _narrow(arguments: Any) -> None:
     a = carray(arguments, _NUM_ARGUMENTS)
     num_rows, columns, x, to = a[1], a[2], a[3], a[4]
-    block = take(arguments)
-    while block * _ROWS_AT_ONCE < num_rows:
-        for t in range(block * _ROWS_AT_ONCE, min((block + 1) * _ROWS_AT_ONCE, num_rows)):
-            narrow_row(x + 2 * columns * t, columns, to + groups_of(columns) * GROUP_BYTES * t)
-        block = take(arguments)
+    piece = take(arguments)
+    while piece < num_narrow_pieces(num_rows):
+        narrow_piece(num_rows, x, columns, piece, to)
+        piece = take(arguments)
 
 
 def _multiply(arguments: Any) -> None:

@@ -19,6 +19,8 @@ from baton.kernels.cpu.omp import pointer
 from baton.kernels.cpu.simd import CHUNKS, LANES, folded, load_widened, splat, store
 
 GROUP = CHUNKS * LANES
+# Per piece of work.
+_ROWS_AT_ONCE = 16
 # After high and low bytes: float32, and minus their sum in int32.
 SCALE_AT = 2 * GROUP
 SUM_AT = SCALE_AT + 4
@@ -85,7 +87,7 @@ def groups_of(columns: int) -> int:
 
 
 @jit
-def narrow_row(x: int, columns: int, to: int) -> None:
+def _narrow_row(x: int, columns: int, to: int) -> None:
     """Missing columns are zeros."""
     whole = columns // GROUP
     for g in range(whole):
@@ -96,3 +98,16 @@ def narrow_row(x: int, columns: int, to: int) -> None:
         for i in range(GROUP):
             padded[i] = rest[i] if i < len(rest) else np.uint16(0)
         _narrow(to + GROUP_BYTES * whole, to + GROUP_BYTES * whole)
+
+
+@jit
+def num_narrow_pieces(num_rows: int) -> int:
+    return (num_rows + _ROWS_AT_ONCE - 1) // _ROWS_AT_ONCE
+
+
+@jit
+def narrow_piece(num_rows: int, x: int, columns: int, piece: int, to: int) -> None:
+    """A piece of x [T, K]."""
+    row_bytes = groups_of(columns) * GROUP_BYTES
+    for t in range(piece * _ROWS_AT_ONCE, min((piece + 1) * _ROWS_AT_ONCE, num_rows)):
+        _narrow_row(x + 2 * columns * t, columns, to + row_bytes * t)

@@ -6,10 +6,10 @@ from typing import Any
 
 from baton.kernels.cpu.elementwise import add_row, gate_row
 from baton.kernels.cpu.fused.fields import HIDDEN, INNER, INNERS, NARROWED, NORMED, NUM_ROWS, X
-from baton.kernels.cpu.fused.rows import BF16, ELEMENT_BYTES, ROWS_AT_ONCE
+from baton.kernels.cpu.fused.rows import BF16, ELEMENT_BYTES
 from baton.kernels.cpu.fused.stages import STAGE_BYTES, finish, take_piece
 from baton.kernels.cpu.int8_gemm import multiply_narrowed
-from baton.kernels.cpu.int8_rows import GROUP_BYTES, groups_of, narrow_row
+from baton.kernels.cpu.int8_rows import narrow_piece, num_narrow_pieces
 from baton.kernels.cpu.jit_cache import jit
 from baton.kernels.cpu.simd import CHUNKS, LANES
 from baton.kernels.cpu.small_gemm import multiply_piece, num_pieces, outputs_of
@@ -25,14 +25,12 @@ def operand(a: Any, num_rows: int, x: int, columns: int, weight: Any, stage: int
     """x [T, K] as `multiply` reads it: whole numbers for int8."""
     if weight[1] == 0:
         return x
-    row_bytes = groups_of(columns) * GROUP_BYTES
-    total, mine = (num_rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE, 0
-    block = take_piece(stage)
-    while block < total:
-        for t in range(block * ROWS_AT_ONCE, min((block + 1) * ROWS_AT_ONCE, num_rows)):
-            narrow_row(x + t * columns * ELEMENT_BYTES, columns, a[NARROWED] + t * row_bytes)
+    total, mine = num_narrow_pieces(num_rows), 0
+    piece = take_piece(stage)
+    while piece < total:
+        narrow_piece(num_rows, x, columns, piece, a[NARROWED])
         mine += 1
-        block = take_piece(stage)
+        piece = take_piece(stage)
     finish(stage, mine, total)
     return a[NARROWED]  # type: ignore[no-any-return]
 
