@@ -3,8 +3,9 @@
     python -m benchmarks.serving.modelled_servers DIRECTORY [--first-ms 20] [--step-ms 20]
 
 Serves both on loopback until its standard input ends, and prints their ports as JSON. A prefill leg ends `--first-ms`
-after its request. A decode leg has its first token at once; all decode legs get their next tokens together, once per
-step. `DIRECTORY` has the tokenizer. Requests with SGLang's `bootstrap_room` are taken as its servers take them.
+after its request. All decode legs get a token together, once per step. The first token comes at once, since prefill
+servers of Baton and SGLang hand it over; vLLM's decode server computes it in a step. `DIRECTORY` has the tokenizer.
+Requests with SGLang's `bootstrap_room` are taken as its servers take them.
 """
 
 from __future__ import annotations
@@ -212,7 +213,8 @@ class Connection(asyncio.Protocol):
             if prefills or body.bootstrap_room is not None:
                 self._later(self._server.first_s, lambda: self._begin(stream, "text/event-stream"))
             else:
-                self._begin(stream, "text/event-stream")
+                self._transport.write(_streamed("text/event-stream"))
+                self._server.run(stream)
             return
         answer = json.loads(_LAST.removeprefix(b"data: "))
         answer["kv_transfer_params"] = {
