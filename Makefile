@@ -7,6 +7,7 @@ TRANSPORTS := $(VENV)/.transports
 # vLLM needs libraries in versions of its own: 3.7 GB, kept between runs and clones in the user's cache, or in VLLM_VENV.
 # All tests are for vLLM 0.32; VLLM_VERSION=0.31.0 runs the smoke test. ARGS goes to pytest: make test-vllm ARGS="-k abort"
 VLLM_SMOKE := tests/vllm/integration/test_smoke.py
+BY_FILE := --dist loadfile --no-loadscope-reorder
 VLLM_TESTS ?= $(if $(filter-out 0.32.%,$(VLLM_VERSION)),$(VLLM_SMOKE),tests/vllm --ignore $(VLLM_SMOKE))
 
 .PHONY: demo test test-vllm test-sglang conformance lint docs bench parity topologies simulate train wheel install-check clean
@@ -28,14 +29,14 @@ demo: $(STAMP)
 	@$(BIN)/python -m benchmarks.demo
 
 test: $(TRANSPORTS)
-	@env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	@env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 $(BY_FILE)
 
 conformance: $(TRANSPORTS)
 	@$(BIN)/python -m baton.testing.conformance
 
 test-vllm:
 	@OMP_NUM_THREADS=1 PYTHONPATH=src $(PYTHON) tools/install_vllm.py $(if $(VLLM_VERSION),--version $(VLLM_VERSION)) \
-		$(if $(VLLM_VENV),--directory $(VLLM_VENV)) python -m pytest $(VLLM_TESTS) $(ARGS)
+		$(if $(VLLM_VENV),--directory $(VLLM_VENV)) python -m pytest -n 2 $(BY_FILE) $(VLLM_TESTS) $(ARGS)
 
 # SGLang needs an environment of its own too, 7 GB. A machine that cannot have it skips, and says why.
 test-sglang:

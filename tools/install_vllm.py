@@ -35,7 +35,7 @@ CONSTRAINTS = Path(__file__).with_name("constraints-vllm.txt")
 VERSION = "0.32.0"
 NOT_FOR_CPU = ("torchvision", "torchaudio", "torchcodec")
 NIXL = "1.5.1"
-TESTS = ("pytest", "pytest-timeout", "pytest-asyncio")
+TESTS = ("pytest", "pytest-timeout", "pytest-asyncio", "pytest-xdist")
 
 
 def why_not(python: tuple[int, int], system: str, machine: str, cpu_flags: str) -> str | None:

@@ -24,6 +24,8 @@ KV_CACHE = ["--kv-cache-memory-bytes", str(128 << 20)]
 # Even with `--enforce-eager` vLLM compiles some small functions, in each worker when a request first needs them: that
 # takes seconds of a CPU that the fleet shares, and a C++ compiler if nothing is cached, while requests wait.
 AS_WRITTEN = {"TORCHDYNAMO_DISABLE": "1"}
+# Numba's idle threads spin too (n-gram drafts).
+ONE_THREAD = {"NUMBA_NUM_THREADS": "1"}
 
 
 @contextlib.contextmanager
@@ -31,7 +33,7 @@ def small_servers(folder: Path) -> Iterator[Forks]:
     """Limit the memory and CPU of servers that are started meanwhile (vLLM 0.32), and end them. `folder` is for the
     plug-in.
     """
-    environment = servers.ENVIRONMENT | AS_WRITTEN | {"PYTHONPATH": announce(folder)}
+    environment = servers.ENVIRONMENT | AS_WRITTEN | ONE_THREAD | {"PYTHONPATH": announce(folder)}
     del environment["VLLM_CPU_KVCACHE_SPACE"]  # it would take precedence
     with (
         patch.multiple(servers, FLAGS=[*servers.FLAGS, *KV_CACHE], ENVIRONMENT=environment),

@@ -74,8 +74,11 @@ class Server(VllmServer):
 
 @dataclass
 class Pair:
+    """`known`: one vLLM's answers by prompts and number of tokens."""
+
     prefill: Server
     decode: Server
+    known: dict[tuple[object, int], list[Answer]] = field(default_factory=dict)
 
     def ticket(self, prompt: Sequence[int], mode: Mode, life_s: float = LIMIT_S, adapter: str = "") -> str:
         p, d = (msgspec.convert(server.identity, EngineIdentity) for server in (self.prefill, self.decode))

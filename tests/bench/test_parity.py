@@ -49,10 +49,10 @@ RANKS = (Shape(stages=2), Shape(2))
 
 @pytest.mark.parametrize(("target", "drafter"), [pair for pair in PAIRS if DRAFTERS[pair[1]].needs(pair[0]) is None])
 def test_a_slice_is_identical(target: str, drafter: str, tmp_path: Path) -> None:
-    """Between engines of one rank, and with other page sizes between engines whose handoffs have several."""
-    sizes = ALL_SIZES[len(target) % 2 :: 2]
+    """Between engines of one rank, and of every second pair, with other page sizes, between engines of several."""
+    sizes = ALL_SIZES[len(target) % 2 :: 2][: 1 + PAIRS.index((target, drafter)) % 2]
     dtype = "bfloat16" if len(drafter) % 2 else "auto"
-    outcome = run(target, drafter, tmp_path, every_residue(len(target)), sizes, dtype, {sizes[1]: RANKS})
+    outcome = run(target, drafter, tmp_path, every_residue(len(target)), sizes, dtype, dict.fromkeys(sizes[1:], RANKS))
     assert outcome.conditions.keys() == CONDITIONS.keys()
     for cell in outcome.cells.values():
         assert cell.failures == []

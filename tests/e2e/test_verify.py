@@ -8,6 +8,7 @@ import pytest
 
 from testkit.processes.verifying import verify
 
+SAMPLED = ("--temperature", "0.8", "--seed", "7")
 PAGE_BYTES = 16 * 2 * 4 * 32 * 2 * 5
 LENGTHS = "1,15-17,31-33,48,80"
 NUM_CASES = 9
@@ -21,12 +22,10 @@ pytestmark = pytest.mark.usefixtures("forks")
     "flags",
     [
         ("--modes", "push,pull,single-nospec"),
-        ("--temperature", "0.8", "--seed", "7", "--modes", "push,pull"),
-        ("--block-size", "7", "--max-num-batched-tokens", "48", "--modes", "push,pull"),
-        ("--prefill-block-size", "16", "--decode-block-size", "32", "--modes", "push"),
+        (*SAMPLED, "--block-size", "7", "--max-num-batched-tokens", "48", "--modes", "push,pull"),
         ("--prefill-block-size", "32", "--decode-block-size", "16", "--modes", "pull"),
         ("--concurrency", "8", "--kv-cache-memory", str(20 * PAGE_BYTES), "--modes", "push,pull"),
-        ("--prefill", "2", "--decode", "2", "--concurrency", "4", "--modes", "push"),
+        ("--prefill", "2", "--decode", "2", "--concurrency", "4", "--decode-block-size", "32", "--modes", "push"),
         ("--prefill-tensor-parallel-size", "2", "--decode-block-size", "7", "--modes", "push,pull", "--turns", "2"),
         ("--prefill-pipeline-parallel-size", "2", "--decode-tensor-parallel-size", "2", "--modes", "push,pull"),
     ],

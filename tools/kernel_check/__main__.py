@@ -42,7 +42,7 @@ def run(allocator: str, names: list[str], shapes: int, seed: int, threads: int) 
 
     torch.set_num_threads(threads)
     # Compiling allocates more blocks than the guard can have mappings, and threads are started once.
-    for name in names:
+    for name in names if allocator == "guard" else ():
         for index in range(_WARM_UP):
             FAMILIES[name](np.random.default_rng(index))
     allocator_library = ctypes.CDLL(None) if allocator == "guard" else None

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 # Every residue of a block, block boundaries, several chunks, and with 32 new tokens the end of the context.
 LENGTHS = [1, 2, 3, *range(33, 98), 500, 1000, 2050, 3000, 4064]
+FEWER = [length for length in LENGTHS if not 65 < length < 98]
 NUM_TOKENS = 32
 
 
@@ -65,10 +66,10 @@ def test_random_models_answer_as_one_vllm_server(model_type: str, tmp_path: Path
     sizes = {"head_dim": 32, "hidden_size": 128, "max_position_embeddings": 4096}
     model = make_checkpoint(tmp_path / "model", model_type, **sizes, **MODELS[model_type])
     rng = random.Random(3)
-    prompts = [[rng.randrange(256) for _ in range(length)] for length in LENGTHS]
+    prompts = [[rng.randrange(256) for _ in range(length)] for length in FEWER]
     with serve(sys.executable, str(model), tmp_path, [ServerConfig("vllm", ONE_PROCESS)]) as (server,):
         report = verify(tmp_path, model, server, prompts)
-    assert report["identical"] + len(report["near_ties"]) == len(LENGTHS)
+    assert report["identical"] + len(report["near_ties"]) == len(FEWER)
 
 
 @pytest.fixture(scope="module")
