@@ -1,4 +1,4 @@
-"""Fixtures of the transport suite: the near side, copy lists, and the expected bytes."""
+"""Fixtures of the transport suite: the near side, copy lists, expected bytes."""
 
 from __future__ import annotations
 
