@@ -310,8 +310,8 @@ def test_what_is_not_worth_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     pulled.steps(8)
     assert pulled.agent.told == []
     layer_bytes = 2 * 4 * 24  # a head of two float32
-    for num_bytes, stops in ((1, [1, 2, 3, 4]), (3 * layer_bytes, [3, 4]), (99 * layer_bytes, [4])):
-        monkeypatch.setattr(layer_stream, "MIN_BYTES", num_bytes)
+    for num_layers, stops in ((0, [1, 2, 3, 4]), (2, [2, 4]), (3, [3]), (8, [4]), (9, [])):
+        monkeypatch.setattr(layer_stream, "MIN_BYTES", num_layers * layer_bytes)
         two = Pair(25)
         two.steps(100)
         told = [event.layers for event in two.agent.told if isinstance(event, ev.LayersWritten)]

@@ -36,19 +36,30 @@ def test_known_versions_are_let_in(version: str, monkeypatch: pytest.MonkeyPatch
     assert compat.check_version() == version[:4]
 
 
-class EngineCore:
+class EngineCoreProc:
     """Makes its worker as vLLM's does: after its queue."""
 
-    def __init__(self, with_queue: bool) -> None:
-        if with_queue:
-            self.input_queue: queue.Queue[Any] = queue.Queue()
-        self.found = self._make_worker()
-
-    def _make_worker(self) -> queue.Queue[Any] | None:
-        return compat.request_queue()
+    def __init__(self, own: Any) -> None:
+        self.input_queue = own
+        self.found = Worker().found
 
 
-def test_the_queue_of_requests_is_that_of_the_engine_core_being_made() -> None:
-    core = EngineCore(with_queue=True)
-    assert core.found is core.input_queue
-    assert EngineCore(with_queue=False).found is None
+class Worker:
+    """Not the engine core, whatever it has."""
+
+    def __init__(self) -> None:
+        self.input_queue: queue.Queue[Any] = queue.Queue()
+        self.found = compat.request_queue()
+
+
+def test_the_queue_of_requests_is_that_of_the_engine_core_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "0.32.0")
+    core = ModuleType("vllm.v1.engine.core")
+    core.EngineCoreProc = EngineCoreProc  # type: ignore[attr-defined]
+    for name in ("vllm.v1", "vllm.v1.engine"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, core.__name__, core)
+    own: queue.Queue[Any] = queue.Queue()
+    assert EngineCoreProc(own).found is own
+    assert EngineCoreProc(None).found is None, "vLLM has another kind of queue"
+    assert Worker().found is None, "the engine core is in another process"

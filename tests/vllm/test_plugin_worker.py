@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import queue
-from typing import Any
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -18,8 +20,10 @@ from baton.testing import RecordingAgent
 from baton.vllm.geometry import describe_caches
 from baton.vllm.groups import CacheTable, split_tables
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews
-from baton.vllm.worker import NUM_PARKED_WAITS, Results, WorkerSide
+from baton.vllm.worker import Results, WorkerSide
 from testkit.handoffs.tickets import make_ticket
+
+T = TypeVar("T")
 
 
 @pytest.fixture
@@ -70,6 +74,25 @@ def test_chunks_become_final_by_whole_tiles(worker: WorkerSide, agent: Recording
         (t.key, ev.Declared(99, both([1, 2, 3, 4]), both(99))),
         (t.key, ev.Sampled(Seeds(first_token=7), False, {})),
     ]
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+@pytest.mark.parametrize("preempted", [False, True])
+def test_the_agent_works_once_the_token_is_sent(agent: RecordingAgent, seeded: bool, preempted: bool) -> None:
+    worker, t, tables = make_worker(agent, alone=True), ticket(), ([1, 2, 3, 4],)
+    worker.begin(StepNews(opened=[OpenPrefill("r", t, 99, 7, seeded)]))
+    worker.finalise([ComputedTokens(t.key, 100, tables)])
+    tables[0].append(5)  # vLLM's table grows
+    assert preempted or worker.close_now(ClosePrefill(t.key, held=True, failed=False, sampled=8))
+    assert agent.kinds == [PrefillLeg]
+    worker.release_preempted([t.key] if preempted else [])
+    drafts = [8] if seeded else []
+    expected = [ev.Declared(99, both([1, 2, 3, 4]), both(99)), ev.Sampled(Seeds(7, draft_token_ids=drafts), False, {})]
+    if preempted:
+        expected[1 if seeded else 2 :] = [GiveUp("preempted")]
+    assert agent.posted[1:] == [(t.key, event) for event in expected]
+    worker.begin(StepNews())
+    assert len(agent.posted) == len(expected) + 1
 
 
 @pytest.mark.parametrize("preempted", [False, True])
@@ -124,43 +147,49 @@ def test_which_idle_steps_wait_and_how_long(
     assert waits == expected
 
 
-class Requests(queue.Queue[Any]):
-    """Is not empty any more when it is asked for the `last` time."""
+class Arrivals(threading.Condition):
+    """Notes how long a step would wait; `comes` is called meanwhile."""
 
-    def __init__(self, last: int) -> None:
-        super().__init__()
-        self.num_asked, self.last = 0, last
+    def __init__(self, lock: Any, comes: Callable[[], None]) -> None:
+        super().__init__(lock)
+        self.comes = comes
+        self.waits: list[float | None] = []
+        self.num_notified = 0
 
-    def empty(self) -> bool:
-        self.num_asked += 1
-        return self.num_asked < self.last
+    def wait_for(self, predicate: Callable[[], T], timeout: float | None = None) -> T:
+        if found := predicate():
+            return found
+        self.waits.append(timeout)
+        self.release()
+        self.comes()
+        self.acquire()
+        return predicate()
+
+    def notify(self, n: int = 1) -> None:
+        self.num_notified += n
 
 
-@pytest.mark.parametrize(("parked", "asked"), [(True, 4), (False, 1)])
-def test_a_step_waits_longer_if_only_a_handoff_or_a_request_can_end_it(parked: bool, asked: int) -> None:
-    requests = Requests(last=4)
-    worker = make_worker(RecordingAgent(), alone=True, requests=requests)
-    worker.begin(StepNews(opened=[OpenPrefill("r", ticket(), 99, 7)]))
-    assert worker.results(idle=True, parked=parked) == Results()
-    assert requests.num_asked == asked
-
-
+@pytest.mark.parametrize(("parked", "seconds"), [(True, 0.1), (False, 0.004)])
 @pytest.mark.parametrize("comes", ["request", "event", "nothing"])
-def test_what_ends_the_wait_of_a_step_without_work(comes: str) -> None:
+def test_what_ends_the_wait_of_a_step_without_work(comes: str, parked: bool, seconds: float) -> None:
     t = ticket()
-
-    class Busy(Requests):
-        def empty(self) -> bool:
-            if comes == "event" and self.num_asked == 1:
-                worker.post(ev.PrefillReleased(t.key, "committed"))
-            return super().empty()
-
-    requests = Busy(last=1 if comes == "request" else 1000)
+    requests: queue.Queue[Any] = queue.Queue()
     worker = make_worker(RecordingAgent(), alone=True, requests=requests)
+
+    def come() -> None:
+        if comes == "request":
+            requests.put("a request")
+        elif comes == "event":
+            worker.post(ev.PrefillReleased(t.key, "committed"))
+
+    requests.not_empty = arrivals = Arrivals(requests.mutex, come)
     worker.begin(StepNews(opened=[OpenPrefill("r", t, 99, 7)]))
     worker.begin(StepNews(closed=[ClosePrefill(t.key, held=True, failed=True)]))
-    assert worker.results(idle=True, parked=True).sent == ({"r"} if comes == "event" else set())
-    assert requests.num_asked == {"request": 1, "event": 2, "nothing": NUM_PARKED_WAITS}[comes]
+    assert worker.results(idle=True, parked=parked).sent == ({"r"} if comes == "event" else set())
+    assert arrivals.waits == [seconds]
+    assert arrivals.num_notified == (comes != "nothing")
+    worker.results(idle=True, parked=parked)
+    assert len(arrivals.waits) == (2 if comes == "nothing" else 1), "no leg waits, or the request does"
 
 
 @pytest.mark.parametrize("released_first", [True, False])

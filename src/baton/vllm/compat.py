@@ -171,11 +171,14 @@ def steps_in_turn(config: Any) -> bool:
 
 def request_queue() -> queue.Queue[Any] | None:
     """That of the engine core that is being made."""
+    from vllm.v1.engine.core import EngineCoreProc
+
     frame = inspect.currentframe()
     while frame is not None:
-        found = getattr(frame.f_locals.get("self"), "input_queue", None)
-        if isinstance(found, queue.Queue):
-            return found
+        core = frame.f_locals.get("self")
+        if isinstance(core, EngineCoreProc):
+            found = vars(core).get("input_queue")
+            return found if isinstance(found, queue.Queue) else None
         frame = frame.f_back
     return None
 

@@ -1,7 +1,7 @@
 """Streaming by layer: the agent copies a prompt's written layers while the forward computes later ones.
 
 Layers are reported in order, up to the first for which vLLM has not called the connector; a drafter's only if it runs
-once. The rest become final with the step, as do states. Reports wait for `MIN_BYTES`, or a last layer.
+once. The rest become final with the step, as do states. Reports wait for `MIN_BYTES`, or half at a last layer.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class VllmLayerStream:
             for layer in new:
                 if tokens := prompt.new_tokens(layer.group):
                     prompt.layers.add(layer.group, tokens * layer.token_bytes)
-            if prompt.layers.groups and (last or prompt.layers.unreported >= MIN_BYTES):
+            least = MIN_BYTES // 2 if last else MIN_BYTES
+            if prompt.layers.groups and prompt.layers.unreported >= least:
                 prompt.layers.report(stop)
 
     def end(self) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 
 from baton.errors import HandoffError, reason_label
 from baton.handoff.agent.layers import WrittenLayers
-from baton.handoff.agent.leg_events import Agent
+from baton.handoff.agent.leg_events import Agent, GiveUp, LegEvent
+from baton.handoff.plan.tables import copy_tables
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.kv.interval import Interval
@@ -33,11 +34,10 @@ log.addFilter(LogLimit())
 # An agent accepts an abort without waiting for a peer. After this time it hangs and may still commit the leg, so the
 # engine must end.
 ABORT_TIMEOUT_S = 60.0
-# While legs wait for their peers, vLLM steps each millisecond without work. Waiting for an event frees the cores, and
-# delays a new request by at most this time.
+# While legs wait for their peers, vLLM steps each millisecond without work. Waiting frees the cores.
 IDLE_WAIT_S = 0.004
-# In a step, if only an event or a request can change anything.
-NUM_PARKED_WAITS = 25
+# If only an event or a request can change anything.
+PARKED_WAIT_S = 0.1
 
 
 @dataclass(slots=True)
@@ -75,6 +75,7 @@ class WorkerSide:
         self._layers: VllmLayerStream | None = None
         self._alone, self._requests = alone, requests
         self._num_idle = 0
+        self._late: list[tuple[AttemptKey, LegEvent]] = []
         self._layout = layout
         self._abort_timeout = abort_timeout
         self._tiles = {name: rank.geometry.tile for name, rank in layout.geometries.items()}
@@ -95,6 +96,9 @@ class WorkerSide:
     def post(self, event: ev.HandoffEvent) -> None:
         """Called on the agent's thread."""
         self._events.put(event)
+        if self._requests is not None:
+            with self._requests.not_empty:
+                self._requests.not_empty.notify()
 
     @property
     def agent(self) -> Agent:
@@ -106,6 +110,7 @@ class WorkerSide:
 
         Copies that read the blocks may still run, but their data is never committed. Raises `HandoffError`.
         """
+        self._post_rest()
         lost = [key for key in keys if key in self._prefills and not self._prefills[key].is_preempted]
         answers: queue.SimpleQueue[None] = queue.SimpleQueue()
         for key in lost:
@@ -128,6 +133,7 @@ class WorkerSide:
             self.agent.admit_prefill(key)
         for closed in step.closed:
             self._close_prefill(closed)
+        self._post_rest()
         placed = {receive.ticket.key for receive in step.receives}
         for announced in step.announced:
             ticket = announced.ticket
@@ -173,11 +179,24 @@ class WorkerSide:
             if self._kv_stream == "off" and entry.num_computed < leg.num_tokens:
                 continue
             leg.final = self._final(leg, entry)
-            self.agent.declare_final(entry.key, leg.num_tokens, self._layout.kernel_tables(entry.tables), leg.final)
+            tables = copy_tables(self._layout.kernel_tables(entry.tables))
+            self._post_late(entry.key, ev.Declared(leg.num_tokens, tables, leg.final))
             if entry.num_computed >= leg.num_tokens:
                 leg.blocks_step("computed")
                 if not leg.seeded and not self._commit_at_end:
                     self._finish_prefill(entry.key, leg.next_token)
+
+    def _post_late(self, key: AttemptKey, event: LegEvent) -> None:
+        """With the next step, if that follows: the agent delays vLLM's token."""
+        if self._alone:
+            self._late.append((key, event))
+        else:
+            self.agent.post(key, event)
+
+    def _post_rest(self) -> None:
+        late, self._late = self._late, []
+        for key, event in late:
+            self.agent.post(key, event)
 
     def _final(self, leg: WorkerPrefill, entry: ComputedTokens) -> dict[str, int]:
         return {
@@ -189,7 +208,8 @@ class WorkerSide:
         # For the protocol, the prompt ends before the token that D computes: all is final, and the first token is a
         # draft.
         drafts = [] if sampled is None else [sampled]
-        self.agent.finish_prefill(key, Seeds(first_token=token or 0, draft_token_ids=drafts), False, {})
+        seeds = Seeds(first_token=token or 0, draft_token_ids=drafts)
+        self._post_late(key, ev.Sampled(seeds, False, {}))
 
     def results(self, idle: bool = False, parked: bool = False) -> Results:
         """Handoffs that ended since the last call. Waits in an `idle` step, unless vLLM may hold tokens of the last."""
@@ -198,18 +218,21 @@ class WorkerSide:
         waits = idle and (self._alone or self._num_idle > 0)
         self._num_idle = self._num_idle + 1 if idle else 0
         if waits and waiting and self._results == Results() and not self._admitted:
-            self._wait(NUM_PARKED_WAITS if parked and self._requests is not None else 1)
+            self._wait(parked)
         out, self._results = self._results, Results()
         return out
 
-    def _wait(self, times: int) -> None:
-        for _ in range(times):
-            if self._requests is not None and not self._requests.empty():
-                return
+    def _wait(self, parked: bool) -> None:
+        requests = self._requests
+        if requests is None:
             with contextlib.suppress(queue.Empty):
                 self._on_event(self._events.get(timeout=IDLE_WAIT_S))
-                self._take_events()
-                return
+        else:
+            with requests.not_empty:
+                requests.not_empty.wait_for(
+                    lambda: requests.queue or not self._events.empty(), PARKED_WAIT_S if parked else IDLE_WAIT_S
+                )
+        self._take_events()
 
     def take_admitted(self) -> set[str]:
         """Decode legs that were admitted, or failed before they had blocks."""
@@ -237,7 +260,7 @@ class WorkerSide:
         leg.end_step("finished")
         leg.held = closed.held
         if closed.failed and not leg.is_preempted:
-            self.agent.abort(closed.key, "aborted")
+            self._post_late(closed.key, GiveUp("aborted"))
         elif (leg.seeded or self._commit_at_end) and not (leg.is_preempted or leg.is_released):
             if leg.seeded and leg.next_token is None:
                 self._finish_prefill(closed.key, closed.sampled)
