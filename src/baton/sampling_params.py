@@ -136,7 +136,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             ("stop", MAX_STOP_STRINGS, MAX_STOP_CHARS),
             ("bad_words", MAX_BAD_WORDS, MAX_BAD_WORD_CHARS),
         ):
-            texts = getattr(self, param)
+            if not (texts := getattr(self, param)):
+                continue
             fit = len(texts) <= most and all(0 < len(text) <= most_chars for text in texts)
             self._need(fit, param, f"at most {most} strings of 1 to {most_chars} characters")
         if self.structured_outputs is not None:
@@ -145,6 +146,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             self._need(not self.ignore_eos, "ignore_eos", what)
 
     def _check_tokens(self, last_token: int) -> None:
+        if not self.stop_token_ids and self.allowed_token_ids is None and self.logit_bias is None:
+            return
+
         def known(tokens: Iterable[int]) -> bool:
             return all(0 <= token <= last_token for token in tokens)
 
@@ -183,6 +187,8 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def given(self) -> dict[str, Any]:
         """The defaults that are set, by parameter name, without `max_tokens` and `limit`."""
+        if self == NO_DEFAULTS:
+            return {}
         return {
             name: value
             for name, value in msgspec.structs.asdict(self).items()

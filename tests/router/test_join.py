@@ -116,6 +116,23 @@ def test_logprobs_of_another_number_of_tokens_are_no_answer(scores: list[TokenLo
         Joined(asked).push(msgspec.structs.replace(CHUNK, logprobs=[TokenLogprobs(-1.0)] * 2))
 
 
+async def test_the_first_token_goes_on_before_its_leg_does() -> None:
+    steps: list[str] = []
+
+    async def prefill() -> Chunks:
+        yield CHUNK
+        steps.append("the prefill leg goes on")
+
+    async def decode() -> Chunks | None:
+        await asyncio.Event().wait()
+        return None
+
+    joined = join_legs({"prefill": prefill(), "decode": decode}, LegItems(), lambda leg: None)
+    assert await anext(joined) == (CHUNK, "prefill")
+    assert steps == []
+    await joined.aclose()
+
+
 class CountedLeg(AbstractContextManager[Callable[[], None]]):
     """`broken`: the call that raises."""
 

@@ -96,11 +96,18 @@ class PlainEvents:
     """Events that differ in their text alone; the rest is encoded once."""
 
     def __init__(self, plan: Plan, index: int, output: ChoiceOutput) -> None:
-        whole = encode_event(stream_event(plan, index, Delta(text=_MARK), output, False))
-        self._before, self._after = whole.split(b'"%b"' % _MARK.encode())
+        self._plan, self._index, self._output = plan, index, output
+        self._parts: tuple[bytes, bytes] | None = None
 
     def event(self, text: str) -> bytes:
-        return self._before + msgspec.json.encode(text) + self._after
+        before, after = self._parts or self._split()
+        return before + msgspec.json.encode(text) + after
+
+    def _split(self) -> tuple[bytes, bytes]:
+        whole = encode_event(stream_event(self._plan, self._index, Delta(text=_MARK), self._output, False))
+        before, after = whole.split(b'"%b"' % _MARK.encode())
+        self._parts = before, after
+        return self._parts
 
 
 def encode_event(body: Json) -> bytes:

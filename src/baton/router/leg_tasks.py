@@ -122,6 +122,8 @@ async def _read(leg: LegRole, source: LegSource, items: LegItems, watches: Seque
                     items.put_nowait((leg, chunk))
                     for watch in watches:
                         watch.on_chunk(chunk)
+                    if leg == "prefill":
+                        await asyncio.sleep(0)  # the client first
                     try:
                         chunk = await chunks.asend(take)
                     except StopAsyncIteration:

@@ -46,7 +46,6 @@ class Route(msgspec.Struct, frozen=True):
 
     @property
     def names(self) -> list[str]:
-        """In the order of their legs."""
         return [engine.name for engine in (self.prefill, self.decode) if engine is not None]
 
     def engine(self, leg: LegRole) -> PooledEngine:

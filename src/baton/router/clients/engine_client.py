@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 def new_session() -> aiohttp.ClientSession:
-    """A session for `EngineClient`s, without compression."""
+    """Without compression."""
     return aiohttp.ClientSession(
         # Shorter than servers' own limits (vLLM's is 5 s).
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3),
@@ -78,6 +78,7 @@ class EngineClient(ABC):
             )
         self._headers = {} if self.rank is None else {"X-data-parallel-rank": str(self.rank)}
         self._posts = Posts(session, self._base, self._headers)
+        self._converting = convert_errors(f"engine {url}", EngineUnavailableError)
         self._ask_timeout = aiohttp.ClientTimeout(total=timers.answer)
         # Legs may wait long: `info` detects dead engines.
         self._leg_timeout = aiohttp.ClientTimeout(total=None, sock_connect=timers.connect)
@@ -114,7 +115,8 @@ class EngineClient(ABC):
         """
         trace = TRACE.get()
         headers = trace.headers() if trace is not None else _NO_HEADERS
-        return _Answering(self.url, self._posts.send(path, body, headers, self._leg_timeout, line_bytes))
+        sending = self._posts.send(path, body, headers, self._leg_timeout, line_bytes)
+        return _Answering(self.url, sending, self._converting)
 
     async def _get(self, path: str, limit: int, timeout: aiohttp.ClientTimeout | None = None) -> bytes:
         try:
@@ -141,9 +143,8 @@ class EngineClient(ABC):
 class _Answering:
     __slots__ = ("_answer", "_convert", "_sending", "_url")
 
-    def __init__(self, url: str, sending: Coroutine[Any, Any, LegResponse]) -> None:
-        self._url, self._sending = url, sending
-        self._convert = convert_errors(f"engine {url}", EngineUnavailableError)
+    def __init__(self, url: str, sending: Coroutine[Any, Any, LegResponse], converting: convert_errors) -> None:
+        self._url, self._sending, self._convert = url, sending, converting
 
     async def __aenter__(self) -> LegResponse:
         with self._convert:

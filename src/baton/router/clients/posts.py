@@ -57,6 +57,7 @@ class Posts:
             if protocol is None or transport is None:
                 raise aiohttp.ServerDisconnectedError
             protocol.set_response_params(read_until_eof=True, auto_decompress=False, read_bufsize=line_bytes)
+            transport.set_write_buffer_limits(0)  # write at once
             size = sum(map(len, body))
             lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
             first = b"%b%bContent-Length: %d\r\n\r\n" % (head, lines.encode(), size)

@@ -75,7 +75,7 @@ def completion_body(
         "presence_penalty": params.presence_penalty,
         "frequency_penalty": params.frequency_penalty,
         "repetition_penalty": params.repetition_penalty,
-        "stop_token_ids": list(params.stop_token_ids),
+        "stop_token_ids": params.stop_token_ids,
         "ignore_eos": params.ignore_eos,
         "stream": stream,
         "return_token_ids": True,
@@ -86,17 +86,21 @@ def completion_body(
         # Equal in both legs. vLLM starts each request's noise from its seed: a resumed request must not repeat the
         # noise of tokens already sent.
         body["seed"] = (params.seed + params.sample_index + num_sent * _SEED_STRIDE) % 2**_SEED_BITS
-    given = {
-        "cache_salt": request.cache_salt,
-        "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()} if params.logit_bias else None,
-        "allowed_token_ids": params.allowed_token_ids and list(params.allowed_token_ids),
-        "bad_words": list(params.bad_words) or None,
-        "structured_outputs": params.structured_outputs,
-        "logprobs": params.logprobs,
-        "return_tokens_as_token_ids": True if params.logprobs is not None else None,
-        "kv_transfer_params": kv_transfer_params,
-    }
-    return body | {name: value for name, value in given.items() if value is not None}
+    if params.logit_bias:
+        body["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
+    if params.logprobs is not None:
+        body["return_tokens_as_token_ids"] = True
+    for name, value in (
+        ("cache_salt", request.cache_salt),
+        ("allowed_token_ids", params.allowed_token_ids),
+        ("bad_words", list(params.bad_words) or None),
+        ("structured_outputs", params.structured_outputs),
+        ("logprobs", params.logprobs),
+        ("kv_transfer_params", kv_transfer_params),
+    ):
+        if value is not None:
+            body[name] = value
+    return body
 
 
 def render_bodies(model: str, max_model_len: int) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -18,7 +18,7 @@ import msgspec
 from baton.comparison import token_identity
 from baton.errors import BatonError, EngineLostError, EngineUnavailableError, IncompatiblePeerError, ProtocolError
 from baton.openai.answers import Completion, Model, Models, decode_answer
-from baton.openai.client import convert_errors, read_body, read_samples
+from baton.openai.client import read_body, read_samples
 from baton.openai.http.lines import LineReader
 from baton.router.clients.engine_client import EngineClient, error_of_response, finish
 from baton.router.clients.posts import LegResponse
@@ -172,7 +172,7 @@ class VllmClient(EngineClient):
         model = adapter or self._model.id
         body = {"model": model, "prompt": [0], "max_tokens": 1, "temperature": 0}
         body["kv_transfer_params"] = kv_transfer_params
-        with convert_errors(f"engine {self.url}", EngineUnavailableError):
+        with self._converting:
             async with time_limit(self._tell_timeout.total), self._completion(body) as response:
                 return self._decode(await read_body(response.content, _MAX_BODY_BYTES), Completion)
 
@@ -192,7 +192,7 @@ class VllmClient(EngineClient):
 
     async def _render(self, body: dict[str, Any]) -> bytes:
         """The answer may have any status."""
-        with convert_errors(f"engine {self.url}", EngineUnavailableError):
+        with self._converting:
             async with self._session.post(
                 self._base + "/v1/completions/render",
                 json=body,
@@ -254,7 +254,7 @@ class VllmClient(EngineClient):
             answer = self._decode(await read_body(response.content, _MAX_BODY_BYTES), Completion)
         if not answer.choices:
             raise ProtocolError(f"engine {self.url} sent no choice")
-        with convert_errors(f"engine {self.url}", EngineUnavailableError):
+        with self._converting:
             chunk = with_metrics(request, to_chunk(request, answer.choices[0], position), answer.metrics)
         more = request.sampling_params.max_tokens - position > 1
         return without_finish(chunk) if more else chunk, answer.kv_transfer_params or {}
