@@ -261,6 +261,15 @@ def test_broken_heads_are_refused(
     assert "\n" not in str(caught.value)
 
 
+def test_weights_of_a_drafter_that_are_no_numbers_are_named(
+    tmp_path: Path, target_path: Path, target: CausalLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = head(tmp_path, target_path, "eagle3")
+    edit(path, tensors={"fc.weight": torch.full((64, 192), torch.nan)})
+    load_drafter("eagle3", path, target)
+    assert [r.getMessage() for r in caplog.records] == [f"{path}: weights are NaN or infinite: fc.weight"]
+
+
 def test_a_missing_drafter_checkpoint_is_refused(tmp_path: Path, target_path: Path, target: CausalLM) -> None:
     path = head(tmp_path, target_path, "eagle")
     with pytest.raises(ConfigError, match=r"speculative_config.method: 'medusa' is unknown"):

@@ -246,6 +246,20 @@ def test_float16_is_computed_in_float32(path: Path, caplog: pytest.LogCaptureFix
         load_model(path, "int4")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_no_numbers_are_named(path: Path, value: float, caplog: pytest.LogCaptureFixture) -> None:
+    load_model(path)
+    assert not caplog.records
+    names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "koqv"]
+    for name in names:
+        weight = load_file(path / "model.safetensors")[name]
+        weight[-1, -1] = value
+        edit_weights(path, **{name: weight})
+    load_model(path)
+    line = f"{path}: weights are NaN or infinite: {', '.join(names[:3])} and 1 more"
+    assert [record.getMessage() for record in caplog.records] == [line]
+
+
 @pytest.mark.usefixtures("unpacked")
 def test_merged_linears_keep_their_parts_apart(path: Path) -> None:
     stored, table = load_file(path / "model.safetensors"), weight_table(load_model(path))

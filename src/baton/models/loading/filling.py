@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -19,6 +20,8 @@ from baton.models.layers.linear import Linear, WeightCut
 from baton.models.layers.parallel import Share
 from baton.models.loading.quantized import QuantizedWeights
 from baton.models.loading.stored import open_weights, outline, weight_files
+
+logger = logging.getLogger(__name__)
 
 _EXPERT = re.compile(r"(.+\.experts\.\d+)\.")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -106,11 +109,21 @@ def fill_module(
     remote = frozenset(name for name, part in module.named_modules() if isinstance(part, RemoteExpert))
     assign = _Assignment(Path(path), rename, unpack, quantized, remote)
     assign.check(table)
+    bad: list[str] = []
     # Places leave the table: it would keep weights that packing has replaced.
     for name, place, values in assign.places(table, assign.tensors()):
         place.fill(values)
+        if not _is_finite(place.tensor):
+            bad.append(name)
         del place, values
         packer.filled(name)
+    if bad:
+        first = ", ".join(sorted(bad)[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+        logger.warning("%s: weights are NaN or infinite: %s", path, first)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
 @dataclass(frozen=True, slots=True)
