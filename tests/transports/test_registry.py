@@ -98,21 +98,28 @@ def test_a_default_holds_for_its_scheme_and_where_nothing_is_given(given: str, p
 
 def test_entry_points_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"mine": f"{__name__}:make_mine", "gone": "nowhere:create", "bare": f"{__name__}:nothing"}
+    values["fails"] = f"{__name__}:fail"
     points = [EntryPoint(name, value, registry.__name__) for name, value in values.items()]
     monkeypatch.setattr(registry, "entry_points", lambda group: points if group == "baton.transports" else [])
     for uri in ("mine://?speed=fast", "faulty+mine://?speed=fast&fault=drop"):
         create_transport(uri).close()
-    with pytest.raises(ConfigError, match="known: bare, cuda_ipc, file, gone, local, mine, mooncake, nixl, shm"):
+    with pytest.raises(ConfigError, match="known: bare, cuda_ipc, fails, file, gone, local, mine, mooncake, nixl, shm"):
         create_transport("yours")
     with pytest.raises(ConfigError, match="transport: gone: nowhere:create: ModuleNotFoundError: No module named"):
         create_transport("gone")
     with pytest.raises(ConfigError, match=r"bare: .* AttributeError: "):
         create_transport("bare")
+    with pytest.raises(ConfigError, match=r"transport: fails: .*:fail: OSError: \[Errno 5\] no card"):
+        create_transport("fails")
 
 
 def make_mine(query: dict[str, str]) -> LocalTransport:
     assert query == {"speed": "fast"}
     return LocalTransport()
+
+
+def fail(query: dict[str, str]) -> LocalTransport:
+    raise OSError(5, "no card")
 
 
 def test_transports_are_imported_lazily() -> None:

@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 import msgspec
 
-from baton.errors import ConfigError
+from baton.errors import BatonError, ConfigError
 from baton.transports.base import Transport, TransportOptions
 from baton.wire import Integrity
 
@@ -166,18 +166,17 @@ def _is_of_one_user(scheme: str) -> bool:
 
 
 def _create(scheme: str, query: dict[str, str]) -> Transport:
-    if scheme not in _BUILT_IN:
-        return _factory(_others()[scheme])(query)
-    transport: Transport = _module(scheme).create(_options(scheme, query))
-    return transport
-
-
-def _factory(point: EntryPoint) -> NewTransport:
+    if scheme in _BUILT_IN:
+        transport: Transport = _module(scheme).create(_options(scheme, query))
+        return transport
+    point = _others()[scheme]
     try:
         factory: NewTransport = point.load()
+        return factory(query)
+    except BatonError:
+        raise
     except Exception as error:  # another package may raise anything
         raise ConfigError("transport", f"{point.name}: {point.value}: {type(error).__name__}: {error}") from error
-    return factory
 
 
 def _options(scheme: str, query: dict[str, str]) -> msgspec.Struct:

@@ -41,6 +41,19 @@ class Hanging(LocalTransport):
         self.waiting.clear()
 
 
+class Raising(LocalTransport):
+    def __init__(self, error: Exception | None) -> None:
+        super().__init__()
+        self.error, self.is_broken = error, True
+
+    def connect(self, descriptor: bytes) -> Future[Peer]:
+        if not self.is_broken:
+            return super().connect(descriptor)
+        if self.error is not None:
+            raise self.error
+        return None  # type: ignore[return-value]
+
+
 def node(world: World, name: str) -> tuple[Node, Hanging]:
     transport = Hanging()
     return Node(world, name, transport=transport), transport
@@ -114,6 +127,20 @@ def test_a_connection_that_cannot_be_had_fails_the_attempt(world: World, slow: s
     assert d.count(DecodeReleased) == 1
     world.run(FIRST_PAUSE_S)
     world.hand_over(p, d)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no card"), OSError(5, "no card"), None])
+@pytest.mark.parametrize("broken", ["P", "D"])
+def test_whatever_connect_raises_the_next_request_connects(world: World, broken: str, error: Exception | None) -> None:
+    transport = Raising(error)
+    p, d = (Node(world, name, transport=transport if name == broken else None) for name in "PD")
+    world.begin(p, d, "push")
+    world.run(2)
+    assert d.failures() == ["unreachable_peer"]
+    transport.is_broken = False
+    world.run(FIRST_PAUSE_S)
+    world.hand_over(p, d)
+    assert world.settled()
 
 
 def test_a_connection_that_comes_too_late_is_let_go(world: World) -> None:

@@ -46,10 +46,11 @@ class TransportEnds:
             return future
         try:
             future = self._transport.connect(descriptor)
-        except (BatonError, OSError) as error:
-            future = Future()
+            is_done = future.done()
+        except Exception as error:
+            future, is_done = Future(), True
             future.set_exception(error)
-        if not future.done():
+        if not is_done:
             future.add_done_callback(lambda _: self._wake())
         return future
 
