@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from typer.testing import CliRunner
 
-from baton.bench.load import Load, run_load
+from baton.bench.load import Load, run_load, spec_decode_counters
 from baton.bench.load_figures import (
     RequestOutcome,
     load_figures,
@@ -24,6 +24,7 @@ from baton.bench.load_figures import (
 from baton.bench.load_requests import LoadRequest, PrefixRepetition, RandomPrompts, arrival_times
 from baton.cli.bench import app as bench_app
 from baton.errors import ConfigError, EngineUnavailableError
+from baton.openai.client import connected_client
 from baton.server import build_app
 from baton.text import Tokenizer
 from testkit.servers.fake_serving import FakeEngine, served, write_tokenizer
@@ -252,6 +253,21 @@ async def test_answers_that_cannot_be_counted_have_failed(events: list[bytes], e
         assert error in outcome.error
         with pytest.raises(EngineUnavailableError, match="warm up"):
             await run_load(url, load, "any", num_warmups=1)
+
+
+async def test_metrics_that_do_not_come_are_none() -> None:
+    gone = asyncio.Event()
+
+    async def metrics(request: web.Request) -> web.Response:
+        await gone.wait()
+        return web.Response(body=b"")
+
+    server = web.Application()
+    server.router.add_get("/metrics", metrics)
+    async with served(server) as url, connected_client(url) as client:
+        assert await spec_decode_counters(client, timeout_s=0.01) is None
+        gone.set()
+        assert await spec_decode_counters(client) == {}
 
 
 async def test_the_command_writes_vllms_keys(directory: Path, tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ if os.path.exists(f"refuse-{rank}"):
     os.write(fd, json.dumps({"refused": "block_size", "why": "is odd"}).encode() + b"\\n")
     time.sleep(60)
 if os.path.exists(f"fail-{rank}"): sys.exit(2)
+while os.path.exists(f"load-{rank}"): time.sleep(0.01)
 os.write(fd, json.dumps({"ready": "http://h:" + flags["--port"], "kv": json.dumps(flags)}).encode() + b"\\n")
 while not os.path.exists(f"end-{rank}"): time.sleep(0.01)
 sys.exit(3)
@@ -145,6 +146,18 @@ def test_signals_reach_all_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         began = time.monotonic()
         started.wait()
         assert time.monotonic() - began < 5
+
+
+def test_a_signal_while_ranks_start_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reporter: Reporter
+) -> None:
+    for rank in range(2):
+        (tmp_path / f"load-{rank}").touch()
+    with ranks(monkeypatch, tmp_path) as started, started.forwarding_signals():
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(SystemExit) as ended:
+            started.await_ready(reporter)
+    assert ended.value.code == 128 + signal.SIGTERM
 
 
 def test_ranks_that_all_exit_by_themselves_have_failed(

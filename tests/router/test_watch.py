@@ -111,6 +111,7 @@ EVENTS = OK + b"Content-Type: text/event-stream\r\nContent-Length: 10000000\r\n\
 STRANGERS = {
     "a page": (OK + b"Content-Type: text/html\r\nContent-Length: 6\r\n\r\n<html>", "is not a router"),
     "another list": (OK + b"Content-Length: 2\r\n\r\n[]", "is not a router"),
+    "a redirect": (b"HTTP/1.1 302 Found\r\nLocation: file:///etc\r\nContent-Length: 0\r\n\r\n", "is not a router"),
     "no HTTP": (b"-ERR unknown command\r\n", "Bad status line"),
     "no end": (EVENTS + b" " * (1 << 20), r"larger than|more than"),
 }

@@ -16,6 +16,7 @@ from baton.bench.load_requests import LoadRequest
 from baton.bench.progress_bar import progress_bar
 from baton.errors import BatonError, EngineUnavailableError
 from baton.openai.client import OpenAIClient
+from baton.timeouts import timeout
 
 _COUNTERS = {
     "vllm:spec_decode_num_drafts_total": "drafts",
@@ -85,12 +86,14 @@ async def run_load(
         return LoadRun(model, outcomes, duration, before, await spec_decode_counters(client))
 
 
-async def spec_decode_counters(client: OpenAIClient) -> dict[str, float] | None:
-    """Sums of a server's counters, by `drafts`, `draft_tokens`, `accepted` and position. None if it has no
+async def spec_decode_counters(client: OpenAIClient, timeout_s: float = 30.0) -> dict[str, float] | None:
+    """Sums of a server's counters, by `drafts`, `draft_tokens`, `accepted` and position. None without
     `/metrics`."""
     counters: dict[str, float] = {}
-    with contextlib.suppress(BatonError):
-        for sample in await client.samples():
+    with contextlib.suppress(BatonError, asyncio.TimeoutError):
+        async with timeout(timeout_s):
+            samples = await client.samples()
+        for sample in samples:
             name = sample.labels.get("position") if sample.name == _PER_POSITION else _COUNTERS.get(sample.name)
             if name is not None and (sample.name != _PER_POSITION or name.isdecimal()):
                 counters[name] = counters.get(name, 0.0) + sample.value

@@ -49,7 +49,7 @@ class DataRanks:
         self._directory = RunDirectory("data-")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[int] = []
-        self._signalled = False
+        self._signalled = 0
         try:
             for rank in range(size):
                 own = {
@@ -86,6 +86,8 @@ class DataRanks:
                     reports, pending[rank] = read_reports(self._pipes[rank], pending[rank])
                     if reports is None:
                         self._processes[rank].wait()
+                        if self._signalled:
+                            raise SystemExit(128 + self._signalled)
                         # The failed rank may be another one.
                         for other, left in zip(self._pipes, pending, strict=True):
                             _check(read_rest(other, left))
@@ -127,7 +129,7 @@ class DataRanks:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signalled = True
+        self._signalled = number
         for process in self._processes:
             if process.poll() is None:
                 process.send_signal(number)

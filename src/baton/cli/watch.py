@@ -51,7 +51,10 @@ async def read_status(url: str, limits: Limits = _LIMITS) -> dict[str, Any]:
     """Raises `EngineUnavailableError` if nothing answers, `ProtocolError` if it is no router."""
     timeout = aiohttp.ClientTimeout(total=limits.answer_s)
     with convert_errors(url, EngineUnavailableError):
-        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"{url}/status") as response:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.get(f"{url}/status", allow_redirects=False) as response,
+        ):
             return _checked(url, await read_body(response.content, limits.num_bytes))
 
 
@@ -70,7 +73,7 @@ async def watch_events(url: str, live: bool, limits: Limits = _LIMITS) -> None:
     with convert_errors(url, EngineUnavailableError):
         async with (
             aiohttp.ClientSession(timeout=timeout, read_bufsize=limits.num_bytes) as session,
-            session.get(f"{url}/dashboard/events") as response,
+            session.get(f"{url}/dashboard/events", allow_redirects=False) as response,
         ):
             if response.status != 200 or response.content_type != "text/event-stream":
                 raise ProtocolError(f"{url} is not a router: it has no dashboard (HTTP {response.status})")
