@@ -29,7 +29,7 @@ demo: $(STAMP)
 	@$(BIN)/python -m benchmarks.demo
 
 test: $(TRANSPORTS)
-	@env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 $(BY_FILE)
+	@env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(BY_FILE)
 
 conformance: $(TRANSPORTS)
 	@$(BIN)/python -m baton.testing.conformance
