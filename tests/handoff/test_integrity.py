@@ -31,6 +31,7 @@ from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec, kv_planes
 from baton.transports.mapped.local import LocalTransport
 from testkit.handoffs.nodes import SEEDS, Node, Pair, hand_over, settle, ticket_for
+from testkit.handoffs.planes import deep_rank
 from testkit.inside import rank_handoffs_of
 
 TOKENS = 150
@@ -234,16 +235,7 @@ def test_integrity_needs_a_digester() -> None:
 
 def test_a_piece_with_more_digests_than_fit_is_refused_at_the_start() -> None:
     layers = MAX_HASHES // 2 + 1
-    spec = GroupSpec(
-        name="deep",
-        owner="target",
-        kind="full",
-        planes=kv_planes(1, 1, "uint8"),
-        page_size=1,
-        layer_ids=tuple(range(layers)),
-    )
-    geometry = RankGeometry(rank=0, geometry=Geometry.block_major(spec, 2))
-    instance = Instance(rank=0, groups={"deep": [geometry]})
+    instance = Instance(rank=0, groups={"deep": [deep_rank(layers)]})
     transport, digester = LocalTransport(), MemoryDigester({}, [])
     with pytest.raises(ConfigError, match=f"group 'deep' has {2 * layers} planes in all, at most {MAX_HASHES} fit"):
         HandoffAgent(AgentConfig("P", "P-1", integrity="full"), instance, transport, b"", print, digester)

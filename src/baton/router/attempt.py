@@ -32,7 +32,8 @@ class RequestProgress:
 @dataclass(slots=True)
 class RunningAttempt:
     """The chunks of one attempt; call `note` with each. `counted`: its legs. `prefilled`: called with the first
-    chunk, when the prompt is computed. `failures`: errors of handoffs by reason; None: no handoff.
+    chunk, when the prompt is computed. `failures`: errors of handoffs by reason; None: no handoff. `ended`: called
+    after all legs.
     """
 
     chunks: LegChunks

@@ -187,7 +187,7 @@ class WorkerSide:
                     self._finish_prefill(entry.key, leg.next_token)
 
     def _post_late(self, key: AttemptKey, event: LegEvent) -> None:
-        """With the next step, if that follows: the agent delays vLLM's token."""
+        """With the next step, if possible: the agent would delay vLLM's token."""
         if self._alone:
             self._late.append((key, event))
         else:

@@ -26,10 +26,10 @@ from baton.handoff.protocol.digests import (
 )
 from baton.handoff.protocol.events import BadPiece, CheckDigests, DigestsChecked, MachineEvent
 from baton.handoff.protocol.messages import MAX_HASHES, AttemptKey, PieceDigest, Seeds
-from baton.kv.geometry import BLOCK_MAJOR_NHD, Axis, Geometry, Plane
+from baton.kv.geometry import BLOCK_MAJOR_NHD, Axis, Geometry
 from baton.kv.interval import Interval
 from baton.kv.spec import GroupSpec, kv_planes
-from testkit.handoffs.planes import LAYER_MAJOR_HND, with_planes
+from testkit.handoffs.planes import LAYER_MAJOR_HND, deep_rank, with_planes
 
 KEY = AttemptKey(b"0" * 16, 0, "p", "d")
 LAYERS, HEADS, DIM, TOKENS = 3, 2, 4, 150
@@ -93,29 +93,7 @@ def test_a_rank_sends_every_cell_of_another_that_it_holds_alone() -> None:
 
 
 def test_more_digests_than_a_message_carries_are_refused() -> None:
-    num_layers = MAX_HASHES // 2 + 1
-    plane = Plane(
-        name="k",
-        dtype="uint8",
-        cut="whole",
-        num_heads=1,
-        head_dim=1,
-        layer_stride=2,
-        page_stride=2 * num_layers,
-        token_stride=2,
-        head_stride=1,
-        element_stride=1,
-    )
-    geometry = Geometry(
-        group="deep",
-        region=0,
-        region_bytes=4 * num_layers,
-        num_pages=2,
-        page_size=1,
-        layer_ids=tuple(range(num_layers)),
-        planes=(plane, msgspec.structs.replace(plane, name="v", base=1)),
-    ).check()
-    rank = RankGeometry(rank=0, geometry=geometry)
+    rank = deep_rank(MAX_HASHES // 2 + 1)
     with pytest.raises(ProtocolError, match="2050 digests for each piece are more than 2048"):
         share((rank,), rank, 0)
 

@@ -31,9 +31,13 @@ class _State(Generic[T]):
     speed: QueueSpeed = field(default_factory=QueueSpeed)
 
     @property
-    def may_run(self) -> bool:
+    def has_room(self) -> bool:
         limit = self.tenant.max_running
-        return bool(self.waiting) and (limit is None or self.num_running < limit)
+        return limit is None or self.num_running < limit
+
+    @property
+    def may_run(self) -> bool:
+        return bool(self.waiting) and self.has_room
 
     def charge(self, num_tokens: int) -> None:
         self.num_tokens += num_tokens
@@ -69,8 +73,7 @@ class FairQueue(Generic[T]):
         if self._entries:
             return False
         state = self._state(standing.tenant)
-        limit = state.tenant.max_running
-        if limit is not None and state.num_running >= limit:
+        if not state.has_room:
             return False
         state.served = max(state.served, self._level)
         self._begin(state, standing.prompt_tokens, now)
