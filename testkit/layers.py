@@ -13,11 +13,16 @@ from torch import Tensor, nn
 
 from baton.engine.attention.base import AttnBatch, AttnRows
 from baton.engine.attention.registry import get_backend
+from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
+from baton.kernels.cpu.int8_gemm import HAS_INT8_PRODUCTS
+from baton.kernels.cpu.wide_gemm import HAS_WIDE_PRODUCTS
 from baton.models.config import ModelConfig, RopeSpec
 from baton.models.layer_cache import KVRegion, KVRegions
 from baton.models.layers.decoder_layer import DecoderLayer
 from baton.models.layers.linear import Build, Linear
 
+# Of bfloat16.
+HAS_OWN_PRODUCTS = HAS_BF16_PAIRS or HAS_WIDE_PRODUCTS
 PAGE_SIZE = 8
 ROPE = RopeSpec("default", 10000.0, {})
 
@@ -69,6 +74,8 @@ def runs_in_place(kind: LayerKind) -> bool:
 def skip_unless_in_place(kind: LayerKind) -> None:
     import pytest  # not for tools.kernel_check
 
+    if kind.quantization is not None and not HAS_INT8_PRODUCTS:
+        pytest.skip("no products of int8")
     if not runs_in_place(kind):
         pytest.skip("oneDNN packs these weights in another layout")
 

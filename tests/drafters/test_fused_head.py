@@ -16,17 +16,16 @@ from baton.drafters.eagle3 import Eagle3
 from baton.engine.config import SpeculativeConfig
 from baton.engine.executor import LocalExecutor
 from baton.errors import BatonError
-from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
 from baton.models.fused_drafts import FusedDrafts
 from baton.sampling_params import SamplingParams
 from testkit.checkpoints.common import make_drafter
 from testkit.engines import stepped
 from testkit.heads import ONE_LAYER, HeadKind, make_batch, make_head, one_by_one
-from testkit.layers import LayerKind, PagedRequests, skip_unless_in_place, usual_quantization
+from testkit.layers import HAS_OWN_PRODUCTS, LayerKind, PagedRequests, skip_unless_in_place, usual_quantization
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(not HAS_BF16_PAIRS, reason="no products of bfloat16 pairs"),
+    pytest.mark.skipif(not HAS_OWN_PRODUCTS, reason="no products of bfloat16 of our own"),
 ]
 HIDDEN, HEADS, INNER = 192, (6, 2, 32), 320
 KINDS = {

@@ -70,8 +70,8 @@ def test_a_layer_keeps_no_other_copy_of_its_weight() -> None:
     weight, x = layer.weight.detach().clone(), normal(5, 64)
     layer.pack()
     assert layer.weight is None
-    assert layer._int8 is not None
-    assert layer._int8.nbytes == 128 * 64 + 2 * 128
+    assert layer._own is not None
+    assert layer._own.nbytes == 128 * 64 + 2 * 128
     assert torch.equal(layer(x), Int8Weight(weight).multiply(x, None))
 
 

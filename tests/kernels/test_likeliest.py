@@ -12,16 +12,15 @@ from msgspec import structs
 from baton.engine.executor import LocalExecutor
 from baton.engine.sampling.sampler import choose_tokens
 from baton.engine.step_plans import NOT_FINITE
-from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
 from baton.models.fused_head import FusedHead
 from baton.models.layers.linear import Build, Linear
 from baton.sampling_params import SamplingParams
 from testkit.engines import stepped
-from testkit.layers import LayerKind, skip_unless_in_place, usual_quantization
+from testkit.layers import HAS_OWN_PRODUCTS, LayerKind, skip_unless_in_place, usual_quantization
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(not HAS_BF16_PAIRS, reason="no products of bfloat16 pairs"),
+    pytest.mark.skipif(not HAS_OWN_PRODUCTS, reason="no products of bfloat16 of our own"),
 ]
 COLUMNS = 96
 

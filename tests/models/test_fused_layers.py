@@ -14,18 +14,25 @@ import torch
 from torch import Tensor
 
 from baton.errors import BatonError
-from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
 from baton.kernels.cpu.small_gemm import MAX_ROWS
 from baton.models.fused_layers import BLOCK_ROWS, FusedLayers
 from baton.models.layers.decoder_layer import DecoderLayer
 from baton.models.layers.rotary import Rotary
 from baton.sampling_params import SamplingParams
 from testkit.engines import stepped
-from testkit.layers import ROPE, LayerKind, PagedRequests, make_layers, skip_unless_in_place, usual_quantization
+from testkit.layers import (
+    HAS_OWN_PRODUCTS,
+    ROPE,
+    LayerKind,
+    PagedRequests,
+    make_layers,
+    skip_unless_in_place,
+    usual_quantization,
+)
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(not HAS_BF16_PAIRS, reason="no products of bfloat16 pairs"),
+    pytest.mark.skipif(not HAS_OWN_PRODUCTS, reason="no products of bfloat16 of our own"),
 ]
 HIDDEN, HEADS, INNER = 192, (6, 2, 32), 320
 KINDS = {

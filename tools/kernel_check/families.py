@@ -19,7 +19,7 @@ from baton.drafters.eagle3 import Eagle3
 from baton.engine.attention.base import AttnBatch, AttnRows
 from baton.engine.attention.latent_cpu import attend_latents
 from baton.engine.attention.registry import get_backend
-from baton.kernels.cpu import causal_conv, elementwise, gated_delta, int8_gemm, mamba2, small_gemm
+from baton.kernels.cpu import causal_conv, elementwise, gated_delta, int8_gemm, mamba2, small_gemm, wide_gemm
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
 from baton.kernels.cpu.index_scores import score
 from baton.kernels.cpu.scalar import as_array
@@ -32,7 +32,7 @@ from baton.models.layers.rotary import Rotary
 from baton.transports.copying import copy_runs
 from testkit.heads import HeadKind, make_batch, make_head, one_by_one
 from testkit.int8 import kept_rows, kept_weight
-from testkit.layers import ROPE, LayerKind, PagedRequests, make_layers, usual_quantization
+from testkit.layers import HAS_OWN_PRODUCTS, ROPE, LayerKind, PagedRequests, make_layers, usual_quantization
 
 Random = np.random.Generator
 DTYPES = (torch.float32, torch.bfloat16)
@@ -283,7 +283,7 @@ def wide(random: Random) -> None:
 
 
 def products(random: Random) -> None:
-    """A few rows of bfloat16 times a weight in oneDNN's blocked layout."""
+    """A few rows of bfloat16 times a weight in oneDNN's blocked layout, or any number times one of our own."""
     count, outputs = int(random.integers(1, 65)), 64 * int(random.integers(1, 6))
     columns = 2 * int(random.integers(1, 700))
     x, weight = (_normal(random, n, columns, dtype=torch.bfloat16) for n in (count, outputs))
@@ -292,7 +292,10 @@ def products(random: Random) -> None:
     if count > 1 and random.random() < 0.3:
         x[-1] = math.nan
     with guard:
-        made = small_gemm.multiply_packed(x, blocked.data_ptr(), outputs, bias)
+        if HAS_BF16_PAIRS:
+            made = small_gemm.multiply_packed(x, blocked.data_ptr(), outputs, bias)
+        else:
+            made = wide_gemm.WideWeight(weight).multiply(x, bias)
     expected = x.double() @ weight.double().T
     if bias is not None:
         expected += bias.double()
@@ -319,6 +322,10 @@ def int8(random: Random) -> None:
     _compare(made[fine], expected[fine], torch.bfloat16, magnitude[fine], columns)
 
 
+def _quantization(random: Random) -> str | None:
+    return "int8" if int8_gemm.HAS_INT8_PRODUCTS and random.random() < 0.3 else usual_quantization()
+
+
 def layers(random: Random) -> None:
     """Decoder layers in one call: the bits of the layers one by one, which the other families check."""
     kv_heads, size = int(random.integers(1, 4)), int(random.choice([16, 32, 64, 96, 128]))
@@ -327,7 +334,7 @@ def layers(random: Random) -> None:
         heads, kv_heads = 4 * heads, 4 * kv_heads
     shape = heads, kv_heads, size
     kind = LayerKind(
-        quantization="int8" if random.random() < 0.3 else usual_quantization(),
+        quantization=_quantization(random),
         qk_norm=random.random() < 0.3,
         bias=random.random() < 0.3,
         rotary_dim=size // 2 if random.random() < 0.3 else None,
@@ -366,7 +373,7 @@ def _spans(random: Random) -> list[tuple[int, int]]:
 
 def likeliest(random: Random) -> None:
     """An LM head and the choice of its greatest logits: those of the products, which another family checks."""
-    quantization = "int8" if random.random() < 0.3 else usual_quantization()
+    quantization = _quantization(random)
     build = Build(torch.bfloat16, torch.device("cpu"), quantization=quantization)
     lm_head = Linear(64 * int(random.integers(1, 6)), 64 * int(random.integers(1, 12)), build)
     assert lm_head.weight is not None
@@ -390,7 +397,7 @@ def drafts(random: Random) -> None:
     heads, hidden = kv_heads * int(random.integers(1, 4)), 64 * int(random.integers(1, 4))
     shape = heads, kv_heads, size
     layers = LayerKind(
-        quantization="int8" if random.random() < 0.3 else usual_quantization(),
+        quantization=_quantization(random),
         bias=random.random() < 0.3,
         windows=(None, 20) if random.random() < 0.3 else (None,),
     )
@@ -602,9 +609,6 @@ FAMILIES: dict[str, Callable[[Random], None]] = {
     "states": states,
     "deltas": deltas,
     "copies": copies,
-    **(
-        {"products": products, "int8": int8, "layers": layers, "likeliest": likeliest, "drafts": drafts}
-        if HAS_BF16_PAIRS
-        else {}
-    ),
+    **({"products": products, "layers": layers, "likeliest": likeliest, "drafts": drafts} if HAS_OWN_PRODUCTS else {}),
+    **({"int8": int8} if int8_gemm.HAS_INT8_PRODUCTS else {}),
 }

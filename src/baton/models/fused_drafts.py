@@ -14,7 +14,7 @@ from baton.kernels.cpu.fused import fields as at
 from baton.kernels.cpu.fused.products import BLOCK
 from baton.kernels.cpu.small_gemm import MAX_ROWS
 from baton.models.fused_head import BEST_BYTES
-from baton.models.fused_layers import FusedLayers, Int64, eps_of, narrowed_width, rotary_tables
+from baton.models.fused_layers import FusedLayers, Int64, eps_of, operand_width, rotary_tables
 from baton.models.layer_cache import KVRegions, LayerCache
 from baton.models.layers.layernorm import RMSNorm
 from baton.models.layers.linear import Linear
@@ -58,8 +58,8 @@ class FusedDrafts:
         vocab, size = head.lm_head.out_features, layers.hidden
         pieces = vocab // BLOCK + 1
         layers.widths |= {at.X: size, at.OUTPUTS: size, at.FEEDBACK: size, at.BESTS: pieces * BEST_BYTES // 2}
-        beside = narrowed_width([head.lm_head] if head.fc is None else [head.lm_head, head.fc])
-        layers.widths[at.NARROWED] = max(layers.widths[at.NARROWED], beside)
+        beside = operand_width([head.lm_head] if head.fc is None else [head.lm_head, head.fc])
+        layers.widths[at.OPERAND] = max(layers.widths[at.OPERAND], beside)
         fields = layers.fields
         fields[at.EMBEDDING], fields[at.VOCAB] = head.embedding.data_ptr(), vocab
         fields[at.FINAL_NORM], fields[at.FEEDS_NORMED] = head.norm.weight.data_ptr(), head.feeds_normed

@@ -13,7 +13,7 @@ from baton.kernels.cpu.fused.products import BLOCK, SCRATCH_BYTES
 from baton.kernels.cpu.fused.stages import STAGE_BYTES
 from baton.kernels.cpu.omp import arguments, threads_for
 from baton.kernels.cpu.small_gemm import MAX_ROWS
-from baton.models.fused_layers import narrowed_width
+from baton.models.fused_layers import operand_width
 from baton.models.layers.linear import Linear
 
 if TYPE_CHECKING:
@@ -48,13 +48,13 @@ class FusedHead:
             return None
         threads = threads_for(self._lm_head.in_features * self._lm_head.out_features, _PARALLEL_WEIGHTS)
         scratch = torch.empty(threads * num_rows * SCRATCH_BYTES, dtype=torch.uint8)
-        narrowed = torch.empty(num_rows * narrowed_width([self._lm_head]), dtype=torch.bfloat16)
+        operand = torch.empty(num_rows * operand_width([self._lm_head]), dtype=torch.bfloat16)
         bests = torch.empty(num_rows * self._num_pieces * BEST_BYTES, dtype=torch.uint8)
         stages = np.zeros(at.STAGES_OF_DRAFTS * STAGE_BYTES // 8, dtype=np.int64)
         fields, chosen = self._fields.copy(), np.empty(num_rows, dtype=np.int64)
         fields[at.NUM_ROWS] = fields[at.NUM_SAMPLED] = num_rows
         fields[at.SCRATCH], fields[at.BESTS] = scratch.data_ptr(), bests.data_ptr()
-        fields[at.NARROWED] = narrowed.data_ptr()
+        fields[at.OPERAND] = operand.data_ptr()
         fields[at.OUTPUTS], fields[at.STAGES] = hidden_NE.data_ptr(), stages.ctypes.data
         fields[at.CHOSEN] = chosen.ctypes.data
         RUN.call(arguments(1, fields.ctypes.data), threads)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from baton.kernels.cpu.fused import fields as at
 from baton.kernels.cpu.fused.passes import RUN
 from baton.kernels.cpu.fused.products import BLOCK, SCRATCH_BYTES
+from baton.kernels.cpu.fused.rows import ELEMENT_BYTES
 from baton.kernels.cpu.fused.stages import STAGE_BYTES
-from baton.kernels.cpu.int8_rows import GROUP_BYTES, groups_of
 from baton.kernels.cpu.omp import arguments, float_bits, threads_for
 from baton.kernels.cpu.small_gemm import MAX_ROWS
 from baton.models.layer_cache import InPlaceCache, KVRegions, LayerCache, slot_error
@@ -63,7 +63,7 @@ class FusedLayers:
             at.INNERS: inner,
         }
         self._linears = [linear for layer in layers for linear in _linears(layer)]
-        self.widths[at.NARROWED] = narrowed_width(self._linears)
+        self.widths[at.OPERAND] = operand_width(self._linears)
         self._table = np.array([_columns(*one) for one in zip(layers, rotary_of, strict=True)], dtype=np.int64)
         self._no_features = np.zeros(len(layers), dtype=np.int64)
         self._num_weights = sum(linear.in_features * linear.out_features for linear in _linears(layers[0]))
@@ -237,10 +237,9 @@ def _shape(layer: Layer) -> tuple[float, ...]:
     return (*sizes[1:], *heads, eps_of(layer.post_attention_layernorm))
 
 
-def narrowed_width(linears: Iterable[Linear]) -> int:
-    """Of a row, in bfloat16."""
-    widest = max((linear.in_features for linear in linears if linear.is_int8), default=0)
-    return groups_of(widest) * GROUP_BYTES // 2
+def operand_width(linears: Iterable[Linear]) -> int:
+    """Of a row as products read it, in elements of two bytes."""
+    return max(linear.operand_bytes for linear in linears) // ELEMENT_BYTES
 
 
 def eps_of(norm: nn.Module) -> float:

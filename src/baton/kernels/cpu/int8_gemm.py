@@ -213,6 +213,11 @@ class Int8Weight:
             return None
         return self._data.data_ptr(), self._scale.data_ptr()
 
+    @property
+    def operand_bytes(self) -> int:
+        """Of a row as kernels read it."""
+        return groups_of(self.columns) * GROUP_BYTES
+
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [T, K] times the transposed weight, plus bias [N]: [T, N]. bfloat16."""
         padding = -self.outputs % _BLOCK

@@ -1,8 +1,9 @@
 """Linear layers with packed weights and batch-invariant rows.
 
-With `Build.quantization` "int8", int8 numbers replace a filled layer's weight (see `int8_gemm`). Otherwise, on a CPU,
-oneDNN's blocked copy does if PyTorch and the CPU support it: a few rows of bfloat16 then take half the time, or bypass
-oneDNN (see `small_gemm`).
+With `Build.quantization` "int8", int8 numbers replace a filled layer's weight (see `int8_gemm`); on an x86 CPU without
+instructions for bfloat16 pairs, a copy for our own products (see `wide_gemm`). Otherwise, on a CPU, oneDNN's blocked
+copy does if PyTorch and the CPU support it: a few rows of bfloat16 then take half the time, or bypass oneDNN (see
+`small_gemm`).
 
 A GEMM library picks its algorithm by the number of rows, so a row's last bits can differ between batches. With
 `batch_invariant` rows go through the GEMM in padded blocks of fixed heights. Blocks of sixteen rows are the reference.
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from baton.kernels.cpu import small_gemm
 from baton.kernels.cpu.int8_gemm import Int8Weight
 from baton.kernels.cpu.simd import CHUNKS, LANES
+from baton.kernels.cpu.wide_gemm import HAS_WIDE_PRODUCTS, WideWeight
 from baton.kernels.device import aligned_copy
 from baton.models.layers.parallel import SINGLE_RANK, Share, TensorRank
 
@@ -241,37 +243,44 @@ class Linear(nn.Module):
         # Of the packed weight, for `small_gemm`.
         self._address: int | None = None
         self._is_quantized = build.quantization is not None and build.dtype is torch.bfloat16
-        self._int8: Int8Weight | None = None
+        self._is_widened = HAS_WIDE_PRODUCTS and build.dtype is torch.bfloat16 and build.device.type == "cpu"
+        # In a layout of our own.
+        self._own: Int8Weight | WideWeight | None = None
         self._batch_invariant = build.batch_invariant
         self._product = invariant_product if build.batch_invariant else linear_product
         self._reads_next_row = reads_next_row(in_features, build.dtype, build.device)
 
     def pack(self) -> None:
-        if self.weight is not None and self._is_quantized:
-            self._int8, self.weight = Int8Weight(self.weight), None
-        elif self.weight is not None and (blocked := packed(self.weight)) is not None:
+        if self.weight is None:
+            return
+        if self._is_quantized:
+            self._own, self.weight = Int8Weight(self.weight), None
+        elif self._is_widened and self.in_features % 2 == 0:
+            self._own, self.weight = WideWeight(self.weight), None
+        elif (blocked := packed(self.weight)) is not None:
             self._address = small_gemm.packed_address(self.weight, blocked)
             self._packed, self.weight = blocked, None
 
     @property
-    def is_int8(self) -> bool:
-        return self._int8 is not None
+    def operand_bytes(self) -> int:
+        """Of a row as the kernels of `in_place` read it; 0: as it is."""
+        return 0 if self._own is None else self._own.operand_bytes
 
     def in_place(self) -> tuple[int, int, int] | None:
         """Addresses of the packed weight, of int8 scales (0: bfloat16), and of the bias (0: none), for kernels that
         give up to `small_gemm.MAX_ROWS` rows the bits of `forward`. None without such a kernel.
         """
         bias = 0 if self.bias is None else self.bias.data_ptr()
-        if self._int8 is not None:
-            addresses = self._int8.addresses
+        if self._own is not None:
+            addresses = self._own.addresses
             return None if addresses is None else (*addresses, bias)
         return None if self._address is None else (self._address, 0, bias)
 
     def forward(self, x: Tensor, adds_bias: bool = True) -> Tensor:
         """`adds_bias` false: for partial sums."""
         bias = self.bias if adds_bias else None
-        if self._int8 is not None:
-            return self._int8.multiply(x, bias)
+        if self._own is not None:
+            return self._own.multiply(x, bias)
         if self._address is not None and self._takes(x):
             return small_gemm.multiply_packed(x, self._address, self.out_features, bias)
         weight = self.weight if self._packed is None else self._packed
@@ -288,6 +297,8 @@ class Linear(nn.Module):
     def outputs_from(self, x: Tensor, first: int) -> Tensor:
         """Outputs from `first` on, with the bits of `forward`; only they are computed if the weight can be cut."""
         usual = x.dtype is torch.bfloat16 and x.is_contiguous() and first % (CHUNKS * LANES) == 0
+        if isinstance(self._own, WideWeight) and usual:
+            return self._own.multiply(x, None if self.bias is None else self.bias[first:], first)
         if self._address is None or not usual or not self.few_rows_match():
             return self.forward(x)[:, first:].contiguous()
         bias = None if self.bias is None else self.bias[first:]
@@ -296,7 +307,7 @@ class Linear(nn.Module):
 
     def few_rows_match(self) -> bool:
         """Whether the kernel for few rows may be used: with `batch_invariant`, only if no bits change."""
-        if not self._batch_invariant or self._int8 is not None:
+        if not self._batch_invariant or self._own is not None:
             return True
         return small_gemm_matches(self.out_features, self.in_features, torch.get_num_threads())
 

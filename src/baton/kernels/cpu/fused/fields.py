@@ -34,7 +34,7 @@ NUM_FIELDS = 52
     MERGED,  # [T, (H + 2 G) D]
     ATTENDED,  # [T, H D]
     INNERS,  # [T, I]
-    NARROWED,  # rows for int8 weights
+    OPERAND,  # rows as products read them, where that is not as they are
     # Of drafters. Row t continues from id and state SOURCES[t], or t if SOURCES is 0.
     EMBEDDING,
     IDS,  # int64

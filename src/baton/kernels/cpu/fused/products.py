@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from baton.kernels.cpu.elementwise import add_row, gate_row
-from baton.kernels.cpu.fused.fields import HIDDEN, INNER, INNERS, NARROWED, NORMED, NUM_ROWS, X
+from baton.kernels.cpu.fused.fields import HIDDEN, INNER, INNERS, NORMED, NUM_ROWS, OPERAND, X
 from baton.kernels.cpu.fused.rows import BF16, ELEMENT_BYTES
 from baton.kernels.cpu.fused.stages import STAGE_BYTES, finish, take_piece
-from baton.kernels.cpu.int8_gemm import multiply_narrowed
+from baton.kernels.cpu.int8_gemm import HAS_INT8_PRODUCTS, multiply_narrowed
 from baton.kernels.cpu.int8_rows import narrow_piece, num_narrow_pieces
 from baton.kernels.cpu.jit_cache import jit
 from baton.kernels.cpu.simd import CHUNKS, LANES
 from baton.kernels.cpu.small_gemm import multiply_piece, num_pieces, outputs_of
+from baton.kernels.cpu.wide_gemm import HAS_WIDE_PRODUCTS, multiply_widened, num_widen_pieces, widen_piece
 
 BLOCK = CHUNKS * LANES
 BLOCK_BYTES = BLOCK * ELEMENT_BYTES
@@ -22,17 +23,21 @@ SCRATCH_BYTES = 2 * BLOCK_BYTES
 
 @jit
 def operand(a: Any, num_rows: int, x: int, columns: int, weight: Any, stage: int) -> int:
-    """x [T, K] as `multiply` reads it: whole numbers for int8."""
-    if weight[1] == 0:
+    """x [T, K] as `multiply` reads it: whole numbers for int8; float32 without instructions for bfloat16 pairs."""
+    if weight[1] == 0 and not HAS_WIDE_PRODUCTS:
         return x
-    total, mine = num_narrow_pieces(num_rows), 0
+    mine = 0
+    total = num_widen_pieces(num_rows) if weight[1] == 0 else num_narrow_pieces(num_rows)
     piece = take_piece(stage)
     while piece < total:
-        narrow_piece(num_rows, x, columns, piece, a[NARROWED])
+        if weight[1] == 0:
+            widen_piece(num_rows, x, columns, piece, a[OPERAND])
+        else:
+            narrow_piece(num_rows, x, columns, piece, a[OPERAND])
         mine += 1
         piece = take_piece(stage)
     finish(stage, mine, total)
-    return a[NARROWED]  # type: ignore[no-any-return]
+    return a[OPERAND]  # type: ignore[no-any-return]
 
 
 @jit
@@ -40,10 +45,12 @@ def multiply(
     num_rows: int, x: int, columns: int, weight: Any, outputs: int, piece: int, out: int, out_bytes: int
 ) -> None:
     """A piece of an operand times a weight (address, scale, bias). `out`: its first output in row 0."""
-    if weight[1] == 0:
-        multiply_piece(num_rows, x, columns, weight[0], outputs, piece, weight[2], out, out_bytes)
-    else:
+    if HAS_INT8_PRODUCTS and weight[1] != 0:
         multiply_narrowed(num_rows, x, columns, weight[0], weight[1], outputs, piece, weight[2], out, out_bytes)
+    elif HAS_WIDE_PRODUCTS:
+        multiply_widened(num_rows, x, columns, weight[0], outputs, piece, weight[2], out, out_bytes)
+    else:
+        multiply_piece(num_rows, x, columns, weight[0], outputs, piece, weight[2], out, out_bytes)
 
 
 @jit
