@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -255,6 +256,25 @@ async def test_answers_that_cannot_be_counted_have_failed(events: list[bytes], e
             await run_load(url, load, "any", num_warmups=1)
 
 
+@pytest.mark.parametrize("line", [b'data: {"choices": [{"text": "a"}]}\n\n', b": still here\n\n"])
+async def test_an_answer_without_an_end_has_failed(line: bytes) -> None:
+    async def complete(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                await response.write(line)
+                await asyncio.sleep(0.001)
+        return response
+
+    server = web.Application()
+    server.router.add_post("/v1/completions", complete)
+    async with served(server) as url:
+        load = Load([LoadRequest((1,), 2)], [0.0], request_timeout_s=0.05)
+        (outcome,) = (await run_load(url, load, "any")).outcomes
+    assert "no answer in time" in outcome.error
+
+
 async def test_metrics_that_do_not_come_are_none() -> None:
     gone = asyncio.Event()
 
@@ -304,6 +324,9 @@ async def test_the_command_writes_vllms_keys(directory: Path, tmp_path: Path) ->
     [
         (["--request-rate", "0"], "request_rate"),
         (["--burstiness", "nan"], "burstiness"),
+        (["--request-timeout-s", "0"], "request_timeout_s"),
+        (["--request-timeout-s", "inf"], "request_timeout_s"),
+        (["--request-timeout-s", "9", "--tool", "vllm"], "request_timeout_s"),
         (["--save-detailed"], "save_result"),
         (["--goodput", "itl:3"], "goodput"),
         (["--random-range-ratio", "2"], "random_range_ratio"),

@@ -28,13 +28,14 @@ _PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`due_s`: seconds from the start. `max_concurrency`: in flight, beyond which due requests wait. `extra`: more
-    fields for each request's body."""
+    """`due_s`: seconds from the start. `max_concurrency`: in flight; further due requests wait. `extra`: fields of each
+    body. `request_timeout_s`: to the answer's end."""
 
     requests: Sequence[LoadRequest]
     due_s: Sequence[float]
     max_concurrency: int | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+    request_timeout_s: float = 6 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,9 @@ async def run_load(
         headers["Authorization"] = f"Bearer {key}"
     # A limit would silently delay requests.
     connector = aiohttp.TCPConnector(limit=0)
+    limit = aiohttp.ClientTimeout(total=load.request_timeout_s)
     async with aiohttp.ClientSession(
-        connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers=headers, auto_decompress=False
+        connector=connector, timeout=limit, headers=headers, auto_decompress=False
     ) as session:
         client = OpenAIClient(session, url)
         model = model or (await client.model()).id

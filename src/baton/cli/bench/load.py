@@ -114,8 +114,8 @@ def _hand_to(tool: LoadTool, *options: Any) -> NoReturn:
     *groups, json_output = options
     settings = {name: value for group in groups for name, value in asdict(group).items()}
     defaults = {f.name: f.default for group in groups for f in fields(group)}
-    for name in ("sweep", "sweep_duration_s", "plot"):
-        if settings[name] is not None:
+    for name in ("sweep", "sweep_duration_s", "plot", "request_timeout_s"):
+        if settings[name] != defaults[name]:
             raise ConfigError(name, f"is not supported with --tool {tool}")
     if json_output:
         raise ConfigError("json", f"is not supported with --tool {tool}, which prints its own report")
@@ -164,7 +164,7 @@ async def _run(target: TargetOptions, dataset: DatasetOptions, traffic: TrafficO
         extra["temperature"] = traffic.temperature
     requests = prompts.make(dataset.num_prompts, vocabulary, random)
     due = arrival_times(dataset.num_prompts, traffic.request_rate, traffic.burstiness, random)
-    load = Load(requests, due, traffic.max_concurrency, extra)
+    load = Load(requests, due, traffic.max_concurrency, extra, traffic.request_timeout_s)
     model = target.served_model_name or name
     return await run_load(url, load, model, traffic.num_warmups, target.api_key), source
 
@@ -188,6 +188,8 @@ def _check(dataset: DatasetOptions, traffic: TrafficOptions, report: ReportOptio
     for name in ("request_rate", "burstiness"):
         if not getattr(traffic, name) > 0.0:
             raise ConfigError(name, f"must be above 0, got {getattr(traffic, name)}")
+    if not 0.0 < traffic.request_timeout_s < math.inf:
+        raise ConfigError("request_timeout_s", f"must be above 0 and finite, got {traffic.request_timeout_s}")
     if not report.save_result and (report.save_detailed or report.result_dir or report.result_filename):
         raise ConfigError("save_result", "nothing is written without it")
     if traffic.sweep is None:

@@ -50,6 +50,7 @@ class TrafficOptions:
     num_warmups: Annotated[int, typer.Option(min=0, help="Requests before those that are measured.")] = 0
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Answers have their full length.")] = False
     temperature: Annotated[float | None, typer.Option(help="Default: the server's.")] = None
+    request_timeout_s: Annotated[float, typer.Option(help="An answer that takes longer has failed.")] = 6 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
