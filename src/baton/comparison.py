@@ -11,10 +11,12 @@ import msgspec
 _DRAFT_FACTS = ("drafter.", "group.draft")
 _DRAFT_KV, _NUM_DRAFTS, _VERIFIER = "drafter.kv", "drafter.num_speculative_tokens", "drafter.verifier"
 _METHOD, _AUTO = "drafter.method", "auto"
+# Of engines that promise no bits.
+PROCESSOR = "numerics.processor"
 
 
 def unequal_facts(here: Mapping[str, object], peer: Mapping[str, object]) -> dict[str, tuple[object, object]]:
-    """Differing facts with both values; a missing one counts as "absent"."""
+    """Both values by name; a missing one is "absent"."""
     pairs = {name: (here.get(name, "absent"), peer.get(name, "absent")) for name in sorted({*here, *peer})}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
@@ -31,9 +33,21 @@ def token_facts(fingerprint: str) -> dict[str, object]:
     """The facts that decide tokens. The drafter's are included unless the `coupled` verifier makes the output
     independent of drafts; the rejection samplers of Baton and vLLM do not."""
     facts = facts_of(fingerprint)
+    facts.pop(PROCESSOR, None)
     if facts.get(_METHOD, "none") != "none" and facts.get(_VERIFIER) != "coupled":
         return facts
     return {name: value for name, value in facts.items() if not name.startswith(_DRAFT_FACTS)}
+
+
+def rounding_difference(here: Mapping[str, object], peer: Mapping[str, object]) -> str | None:
+    """None if processors are equal."""
+    own, other = here.get(PROCESSOR), peer.get(PROCESSOR)
+    if own is None or other is None or own == other:
+        return None
+    return (
+        f"{own!r} and {other!r} may round differently: where two tokens are nearly equal, an answer may differ from "
+        "that of one engine. With --batch-invariant engines compare bits, and refuse each other if they differ"
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -46,12 +60,13 @@ def token_identity(fingerprint: str) -> str:
 def differing_facts(
     here: Mapping[str, object], peer: Mapping[str, object]
 ) -> tuple[dict[str, tuple[object, object]], bool]:
-    """The facts that forbid a handoff, with both values, and whether drafters' KV moves.
+    """The facts that forbid a handoff, and whether drafters' KV moves.
 
     Drafters may differ if one engine's `draft_kv` allows it and the other's, if any, does not require equality.
     Verifiers must still be equal.
     """
     differing = unequal_facts(here, peer)
+    differing.pop(PROCESSOR, None)
     if _AUTO in (here.get(_NUM_DRAFTS), peer.get(_NUM_DRAFTS)):
         # Such an engine takes any number of drafts.
         differing.pop(_NUM_DRAFTS, None)

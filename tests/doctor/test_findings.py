@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from baton.comparison import PROCESSOR
 from baton.doctor.checkup import BOTH, Finding, Host, Problem, Reading, RouterEntry, Server
 from baton.doctor.diagnose import findings_of
 from baton.doctor.key_checks import check_keys
@@ -120,6 +121,17 @@ def test_a_healthy_deployment_is_ready() -> None:
     assert "handoff: 512 prompt tokens handed off: first token after 20.0 ms" in text
     assert "1,000 bytes of KV in 5 runs over shm" in text
     assert checkup_json(healthy, [])["ready"] is True
+
+
+def test_other_processors_are_noted() -> None:
+    mixed = checkup(
+        p={"identity": identity("prefill-0", 9101, **{PROCESSOR: "sapphirerapids AVX512"})},
+        d={"identity": identity("decode-0", 9102, **{PROCESSOR: "znver3 AVX2"})},
+    )
+    assert findings_of(mixed) == []
+    text = format_checkup(mixed, [])
+    assert f"note: {P} and {D}: 'sapphirerapids AVX512' and 'znver3 AVX2' may round differently" in text
+    assert "--batch-invariant" in text
 
 
 @pytest.mark.parametrize("name", PLANTED)

@@ -70,7 +70,7 @@ ENGINE: dict[str, Row] = {
     "override_generation_config": facts("output.sampling_defaults"),
     "enable_prefix_caching": "a hit holds the bits that the prefill would write",
     "mamba_block_size": "it says where hits may end; a hit holds the bits that the prefill would write",
-    "batch_invariant": facts("sampler.batch_invariant", "numerics.probe"),
+    "batch_invariant": facts("sampler.batch_invariant", "numerics.probe", "numerics.processor"),
     "tensor_parallel_size": PROBE,
     "pipeline_parallel_size": "a stage hands its rows on as they are",
     "data_parallel_size": "an expert's rows do not depend on the rank that computes them",

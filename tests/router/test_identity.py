@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from baton.cli.serve import loading_ahead
-from baton.comparison import token_identity
+from baton.comparison import PROCESSOR, token_identity
 from baton.errors import CheckpointError
 from baton.timeouts import timeout
 from testkit.servers.fake_serving import ADMIN, FakeEngine, join, served, status_of, until
@@ -115,6 +115,19 @@ async def test_a_stream_that_runs_while_an_operator_changes_the_model_keeps_its_
 
 async def urls(session: aiohttp.ClientSession, url: str) -> list[str]:
     return [engine["url"] for engine in (await status_of(session, url))["engines"]]
+
+
+async def test_engines_on_other_processors_are_told_once_and_used(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = Cluster(directory, num_prefill=1, num_decode=1)
+    for engine, processor in ((cluster.prefills[0], "icelake AVX512"), (cluster.decodes[0], "znver3 AVX2")):
+        facts = {**json.loads(engine.info.fingerprint), PROCESSOR: processor}
+        engine.info = msgspec.structs.replace(engine.info, fingerprint=json.dumps(facts))
+    async with cluster.run() as (url, session):
+        assert (await complete(session, url))[0] == 200
+        assert [engine["problem"] for engine in (await status_of(session, url))["engines"]] == [None, None]
+    assert len([message for message in caplog.messages if "may round differently" in message]) == 1
 
 
 async def test_the_same_settings_in_a_new_process_are_welcome(directory: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from baton.comparison import differing_facts
+from baton.comparison import differing_facts, rounding_difference
 from baton.doctor.checkup import Finding, Server
 
 # The cure of a difference, by the beginning of its name. The first match counts.
@@ -61,6 +61,14 @@ def check_pairs(servers: Sequence[Server]) -> Iterator[Finding]:
         for server in alike:
             if server is not reference:
                 yield from _differences(reference, server)
+
+
+def rounding_notes(servers: Sequence[Server]) -> Iterator[str]:
+    first = next((server for server in servers if server.identity is not None), None)
+    for server in servers:
+        difference = None if first is None else rounding_difference(first.facts(), server.facts())
+        if first is not None and difference is not None:
+            yield f"{first.url} and {server.url}: {difference}"
 
 
 def _reference(servers: Sequence[Server]) -> Server:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from baton.doctor.checkup import Checkup, Finding, RouterFacts, Server
+from baton.doctor.pairs import rounding_notes
 
 _NAMES = {"baton": "Baton", "vllm": "vLLM", "sglang": "SGLang", "unknown": "?"}
 
@@ -39,6 +40,7 @@ def notes_of(checkup: Checkup) -> Iterator[str]:
     for server in checkup.servers:
         for not_reported in server.not_reported if server.problem is None else ():
             yield f"{server.url} {not_reported}"
+    yield from rounding_notes(checkup.servers)
     if checkup.router is None:
         yield "no handoff was tried: give --router URL"
     elif checkup.trial is None:

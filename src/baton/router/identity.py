@@ -7,7 +7,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 
-from baton.comparison import differing_facts, facts_of, token_facts, unequal_facts
+from baton.comparison import differing_facts, facts_of, rounding_difference, token_facts, unequal_facts
 from baton.errors import BatonError, ConfigError, EngineUnavailableError, IncompatiblePeerError
 from baton.openai import ServedModel
 from baton.router.pooled_engine import PooledEngine
@@ -115,6 +115,15 @@ class PoolIdentity:
         if info.max_model_len < bound_length:
             served_length = f"at least {bound_length}, which is served"
             raise IncompatiblePeerError({"max_model_len": (served_length, info.max_model_len)})
+
+    def warn_of_rounding(self, engine: PooledEngine, info: EngineInfo) -> None:
+        for other in self._engines():
+            if other is engine or other.info is None:
+                continue
+            difference = rounding_difference(facts_of(other.info.fingerprint), facts_of(info.fingerprint))
+            if difference is not None:
+                logger.warning("engines %s and %s: %s", other.url, engine.url, difference)
+                return
 
 
 def differing(served: EngineInfo, info: EngineInfo) -> dict[str, tuple[object, object]]:

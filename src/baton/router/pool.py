@@ -99,8 +99,9 @@ class EnginePool:
         if url in self._engines:  # added twice at the same time
             raise RequestError(f"{url} is an engine of this router already", "url")
         self._engines[url] = engine
-        if engine.problem is None:
+        if engine.info is not None and engine.problem is None:
             logger.info("engine %s: %s joins as %s", url, engine.name, role)
+            self.identity.warn_of_rounding(engine, engine.info)
         else:
             logger.warning("engine %s joins as %s, and cannot be used yet: %s", url, role, engine.problem)
         return engine
@@ -246,6 +247,7 @@ class EnginePool:
             engine.known = held or KnownPrefixes(info.prefix_step, info.kv_tokens, clock)
         if engine.problem is not None and self._engines.get(engine.url) is engine:
             logger.info("engine %s: %s can be used", engine.url, info.engine_id)
+            self.identity.warn_of_rounding(engine, info)
         engine.info, engine.problem = info, None
         engine.draining = engine.leaving
         engine.answered, engine.num_silent = asyncio.get_running_loop().time(), 0

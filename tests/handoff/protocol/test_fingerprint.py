@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from baton.comparison import PROCESSOR, rounding_difference, token_identity
 from baton.errors import IncompatiblePeerError
 from baton.handoff.plan.planner import Instance, RankGeometry
-from baton.handoff.protocol.fingerprint import check_pair
+from baton.handoff.protocol.fingerprint import check_pair, compare_fingerprints
 from baton.kv.geometry import BLOCK_MAJOR_NHD, Geometry
 from baton.kv.spec import GroupSpec, kv_planes
 
@@ -22,6 +25,16 @@ def instance(rank: int, **groups: tuple[int, ...]) -> Instance:
         rank=rank,
         groups={name: [RankGeometry(rank=each, geometry=GEOMETRY) for each in ranks] for name, ranks in groups.items()},
     )
+
+
+def test_other_processors_are_told_and_not_refused() -> None:
+    here, peer = {"model.dtype": "bfloat16", PROCESSOR: "a"}, {"model.dtype": "bfloat16", PROCESSOR: "b"}
+    assert compare_fingerprints(here, peer)
+    assert token_identity(json.dumps(here)) == token_identity(json.dumps(peer))
+    assert "'a' and 'b' may round differently" in str(rounding_difference(here, peer))
+    assert rounding_difference(here, here) is None
+    # An engine that is batch-invariant names none: its probe decides.
+    assert rounding_difference(here, {"numerics.probe": "0"}) is None
 
 
 def test_each_side_may_have_every_group_on_its_own_rank() -> None:

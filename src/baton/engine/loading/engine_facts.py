@@ -11,7 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from llvmlite import binding  # type: ignore[import-untyped]
 
+from baton.comparison import PROCESSOR
 from baton.drafters.base import Drafter
 from baton.engine.attention.base import AttentionBackend
 from baton.engine.config import EngineConfig
@@ -42,7 +44,7 @@ def engine_facts(
 ) -> dict[str, str]:
     """`whole`: the groups over all ranks; `groups`: this rank's.
 
-    `config.batch_invariant` adds `numerics.probe`, which all ranks compute together.
+    All ranks compute `numerics.probe` together.
     """
     spec = config.speculative_config
     facts = {
@@ -73,15 +75,21 @@ def engine_facts(
         facts["drafter.aux_layers"] = repr(tuple(drafter.aux_layers))
     if config.batch_invariant:
         facts["numerics.probe"] = numeric_probe(model, groups, backend, model.build.device)
+    else:
+        facts[PROCESSOR] = processor(model.build.device)
     return facts
+
+
+def processor(device: torch.device) -> str:
+    """What kernels are chosen by."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{binding.get_host_cpu_name()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 @torch.inference_mode()
 def numeric_probe(model: CausalLM, groups: Sequence[GroupSpec], backend: AttentionBackend, device: torch.device) -> str:
-    """16 hex digits over the bits of a fixed prompt's logits and of sampling noise.
-
-    They differ if another backend, library or CPU type rounds differently (docs/lifecycle.md, "Equality").
-    """
+    """16 hex digits over the bits of a fixed prompt's logits and of sampling noise (docs/lifecycle.md, "Equality")."""
     targets = [group for group in groups if group.owner == "target"]
     kv = {}
     pages = {}
