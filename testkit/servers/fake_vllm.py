@@ -85,6 +85,7 @@ class FakeVllm:
     fingerprint: str = "{}"
     started: float | None = None
     step_s: float = 0.0
+    pause: asyncio.Event | None = None
     halted: str | None = None
     raw: dict[str, bytes] = field(default_factory=dict)
     comments: bool = False
@@ -259,6 +260,8 @@ class FakeVllm:
         response = web.StreamResponse()
         await response.prepare(request)
         for index, token in enumerate(tokens):
+            if index and self.pause is not None:
+                await self.pause.wait()
             await asyncio.sleep(self.step_s)
             fails = failing and index >= self.fail_after
             if fails and self.fail == "cut":

@@ -7,7 +7,7 @@ import contextlib
 import functools
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 from aiohttp import web
@@ -17,7 +17,7 @@ from baton.router.timers import RouterTimers
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
 from testkit.servers import fake_serving
-from testkit.servers.fake_serving import ADMIN_TOKEN, KEY, FakeEngine, await_engines, served, status_of
+from testkit.servers.fake_serving import ADMIN_TOKEN, KEY, FakeEngine, await_engines, served, status_of, until
 
 # Engines and router share one loop, which other tests may block for a while.
 QUICK = RouterTimers(check=0.05, answer=0.5, lease=1.5, patience=1.0)
@@ -29,6 +29,23 @@ async def engines(directory: Path, *many: FakeEngine) -> AsyncIterator[list[str]
     async with contextlib.AsyncExitStack() as stack:
         tokenizer = Tokenizer.load(directory)
         yield [await stack.enter_async_context(served(build_engine_app(e, tokenizer))) for e in many]
+
+
+class Gate(asyncio.Event):
+    """A decode engine's `pause`. Opened once the router has read the first tokens, it gives all others the same way to
+    the client, on a busy machine too."""
+
+    num_waiting = 0
+
+    async def wait(self) -> Literal[True]:
+        self.num_waiting += 1
+        return await super().wait()
+
+    async def open(self, session: aiohttp.ClientSession, url: str, num: int = 1) -> None:
+        """`num`: requests that have reached the gate by then."""
+        await until(lambda: self.num_waiting >= num)
+        await several_answers(session, url)
+        self.set()
 
 
 class Setup:

@@ -17,11 +17,15 @@ from baton.openai.streams import ChoiceSequence
 from baton.timeouts import timeout
 from testkit.clients.reader import Reader
 from testkit.servers.fake_serving import until
-from testkit.servers.fleets import Cluster, Setup, expected_answer
+from testkit.servers.fleets import Cluster, Gate, Setup, expected_answer
 from tests.openai.http.test_slow_readers import LIMIT_S, fronts
 
 BODY = {"prompt": "a", "max_tokens": 30, "seed": 3, "stream": True}
-STEP_S = 0.002
+
+
+@pytest.fixture
+def gate() -> Gate:
+    return Gate()
 
 
 @pytest.fixture
@@ -38,10 +42,13 @@ def taken() -> Iterator[list[int]]:
     sys.setprofile(None)
 
 
-async def streamed(session: aiohttp.ClientSession, url: str, **body: Any) -> list[Any]:
+async def streamed(session: aiohttp.ClientSession, url: str, gate: Gate, num: int = 1, **body: Any) -> list[Any]:
+    """`num`: as of `Gate.open`, after the first event."""
     async with session.post(f"{url}/v1/completions", json={**BODY, **body}) as response:
         assert response.status == 200, await response.text()
-        lines = (await response.read()).split(b"\n\n")
+        first = await response.content.readuntil(b"\n\n")
+        await gate.open(session, url, num)
+        lines = (first + await response.read()).split(b"\n\n")
     assert lines[-2:] == [b"data: [DONE]", b""]
     return [json.loads(line.removeprefix(b"data: ")) for line in lines[:-2]]
 
@@ -50,10 +57,11 @@ def text_of(events: list[Any]) -> str:
     return "".join(choice["text"] for event in events for choice in event.get("choices", ()))
 
 
-async def test_plain_tokens_take_it(directory: Path, taken: list[int]) -> None:
-    setup = Setup(directory, step_s=STEP_S)
+async def test_plain_tokens_take_it(directory: Path, taken: list[int], gate: Gate) -> None:
+    setup = Setup(directory)
+    setup.decode.pause = gate
     async with setup.run() as (url, session):
-        events = await streamed(session, url, stream_options={"include_usage": True})
+        events = await streamed(session, url, gate, stream_options={"include_usage": True})
         expected = await expected_answer(directory, session)
         async with session.get(f"{url}/metrics") as response:
             metrics = await response.text()
@@ -70,10 +78,11 @@ async def test_plain_tokens_take_it(directory: Path, taken: list[int]) -> None:
     [{"n": 2}, {"logprobs": 1}, {"return_token_ids": True}],
     ids=["choices", "logprobs", "ids"],
 )
-async def test_other_streams_do_not(directory: Path, taken: list[int], body: dict[str, Any]) -> None:
-    setup = Setup(directory, step_s=STEP_S)
+async def test_other_streams_do_not(directory: Path, taken: list[int], gate: Gate, body: dict[str, Any]) -> None:
+    setup = Setup(directory)
+    setup.decode.pause = gate
     async with setup.run() as (url, session):
-        events = await streamed(session, url, **body)
+        events = await streamed(session, url, gate, **body)
     assert len({choice["index"] for event in events for choice in event["choices"]}) == body.get("n", 1)
     assert len(text_of(events)) >= 25 * body.get("n", 1)
     assert taken == []
@@ -81,23 +90,25 @@ async def test_other_streams_do_not(directory: Path, taken: list[int], body: dic
 
 @pytest.mark.parametrize("fail", ["lost", "thread died", "reports"])
 @pytest.mark.parametrize("fail_after", [1, 8, 20])
-async def test_a_lost_engine_costs_no_token(directory: Path, taken: list[int], fail: str, fail_after: int) -> None:
+async def test_a_lost_engine_costs_no_token(
+    directory: Path, taken: list[int], gate: Gate, fail: str, fail_after: int
+) -> None:
     cluster = Cluster(directory)
     for engine in cluster.decodes:
-        engine.step_s = STEP_S
+        engine.pause = gate
     cluster.decodes[0].fail, cluster.decodes[0].fail_after = fail, fail_after
     async with cluster.run() as (url, session):
-        events = await streamed(session, url)
+        events = await streamed(session, url, gate)
         expected = await expected_answer(directory, session)
     assert text_of(events) == expected["choices"][0]["text"]
     assert taken
 
 
-async def test_an_error_ends_the_stream(directory: Path, taken: list[int]) -> None:
-    setup = Setup(directory, step_s=STEP_S)
-    setup.decode.fail, setup.decode.fail_after = "mid-stream", 15
+async def test_an_error_ends_the_stream(directory: Path, taken: list[int], gate: Gate) -> None:
+    setup = Setup(directory)
+    setup.decode.pause, setup.decode.fail, setup.decode.fail_after = gate, "mid-stream", 15
     async with setup.run() as (url, session):
-        events = await streamed(session, url)
+        events = await streamed(session, url, gate)
         expected = await expected_answer(directory, session)
     assert "error" in events[-1]
     sent = text_of(events)
@@ -106,11 +117,15 @@ async def test_an_error_ends_the_stream(directory: Path, taken: list[int]) -> No
     assert taken
 
 
-async def test_a_client_that_leaves_ends_its_legs(directory: Path, taken: list[int]) -> None:
-    setup = Setup(directory, step_s=STEP_S)
+async def test_a_client_that_leaves_ends_its_legs(directory: Path, taken: list[int], gate: Gate) -> None:
+    setup = Setup(directory)
+    setup.decode.pause = gate
+    setup.decode.step_s = 0.002  # the answer must last until the client has left
     async with setup.run() as (url, session):
         async with session.post(f"{url}/v1/completions", json={**BODY, "max_tokens": 200}) as response:
-            await until(lambda: len(taken) > 3)
+            await response.content.readuntil(b"\n\n")
+            await gate.open(session, url)
+            await until(lambda: taken)
             response.close()
         await until(lambda: setup.decode.outcomes["aborted"] == 1)
         assert setup.decode.running == setup.prefill.running == 0
@@ -133,23 +148,24 @@ async def test_a_client_that_does_not_read_is_cut_off(
 
 
 @pytest.mark.parametrize("fail", [None, "lost"])
-async def test_a_stop_string_ends_the_stream(directory: Path, taken: list[int], fail: str | None) -> None:
+async def test_a_stop_string_ends_the_stream(directory: Path, taken: list[int], gate: Gate, fail: str | None) -> None:
     """Also if the engine is lost that has sent it."""
     cluster = Cluster(directory)
     for engine in cluster.decodes:
-        engine.step_s = STEP_S
+        engine.pause = gate
     cluster.decodes[0].fail, cluster.decodes[0].fail_after = fail, 15
     async with cluster.run() as (url, session):
-        events = await streamed(session, url, stop=["brown", "never comes"])
+        events = await streamed(session, url, gate, stop=["brown", "never comes"])
     assert text_of(events) == "The quick "
     assert events[-1]["choices"][0]["finish_reason"] == "stop"
     assert events[-1]["choices"][0]["stop_reason"] == "brown"
     assert taken
 
 
-async def test_streams_side_by_side_are_equal(directory: Path, taken: list[int]) -> None:
-    setup = Setup(directory, step_s=STEP_S)
+async def test_streams_side_by_side_are_equal(directory: Path, taken: list[int], gate: Gate) -> None:
+    setup = Setup(directory)
+    setup.decode.pause = gate
     async with setup.run() as (url, session):
-        texts = await asyncio.gather(*(streamed(session, url, max_tokens=60) for _ in range(8)))
+        texts = await asyncio.gather(*(streamed(session, url, gate, 8, max_tokens=60) for _ in range(8)))
     assert len({text_of(events) for events in texts}) == 1
     assert len(taken) > 8

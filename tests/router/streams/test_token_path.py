@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 
 from baton.router.policies import PolicyConfig
-from testkit.servers.fleets import Setup
+from testkit.servers.fleets import Gate, Setup
 from testkit.servers.vllm_pair import Pair
 
 NUM_TOKENS = 12
-STEP_S = 0.005
 SERVICE = ["openai/service.py:_events", "openai/service.py:_sample"]
 ROUTER = ["router/router_backend.py:generate", "router/join.py:join_legs"]
 
@@ -50,18 +49,19 @@ def passed(items: Counter[str], num: int) -> list[str]:
 
 
 @contextlib.asynccontextmanager
-async def baton_engines(directory: Path) -> AsyncIterator[tuple[str, Any]]:
+async def baton_engines(directory: Path, gate: Gate) -> AsyncIterator[tuple[str, Any]]:
     """With all that accompanies legs: spans, and prefixes handed back."""
-    setup = Setup(directory, accept=0, step_s=STEP_S)
+    setup = Setup(directory, accept=0)
+    setup.decode.pause = gate
     config = PolicyConfig(hand_back=True)
     async with setup.run(policy_config=config, trace=str(directory / "spans.json")) as (url, session):
         yield url, session
 
 
 @contextlib.asynccontextmanager
-async def vllm_servers(directory: Path) -> AsyncIterator[tuple[str, Any]]:
+async def vllm_servers(directory: Path, gate: Gate) -> AsyncIterator[tuple[str, Any]]:
     pair = Pair(directory, "BatonConnector", seed=True)
-    pair.d.step_s = STEP_S
+    pair.d.pause = gate
     async with pair.run() as (url, session):
         yield url, session
 
@@ -71,11 +71,14 @@ async def vllm_servers(directory: Path) -> AsyncIterator[tuple[str, Any]]:
     [(baton_engines, "router/clients/engine_client.py:generate"), (vllm_servers, "router/clients/vllm_client.py:leg")],
 )
 async def test_only_the_first_tokens_pass_generators(serving: Any, client: str, directory: Path) -> None:
-    async with serving(directory) as (url, session):
+    gate = Gate()
+    async with serving(directory, gate) as (url, session):
         body = {"prompt": [10, 11, 12], "max_tokens": NUM_TOKENS + 4, "temperature": 0, "stream": True}
         with counted() as items:
             async with session.post(f"{url}/v1/completions", json=body) as response:
                 assert response.status == 200, await response.text()
+                await response.content.readuntil(b"\n\n")
+                await gate.open(session, url)
                 await response.read()
     assert {name for name in (*SERVICE, *ROUTER, client) if items[name] < 2} == set()
     assert passed(items, NUM_TOKENS // 2) == []

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from baton.errors import BatonError
+from baton.router.workers import worker_processes
 from baton.router.workers.worker_processes import WorkerProcesses
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts on SIGTERM of a forked process")
@@ -31,20 +34,32 @@ def test_all_serve_and_end_with_sigterm() -> None:
 
 @pytest.mark.parametrize("number", [0, signal.SIGKILL, signal.SIGSTOP], ids=["ends", "killed", "stopped"])
 @pytest.mark.parametrize("num", [1, 2])
-def test_one_that_served_is_replaced_however_young(tmp_path: Path, number: int, num: int) -> None:
+def test_one_that_served_is_replaced_however_young(
+    tmp_path: Path, number: int, num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, said = tmp_path / "began", tmp_path / "said"
+    said.touch()
+
     def serve(which: int, alive: Callable[[], None]) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        alive()
-        if which == 0 and (tmp_path / "first").exists():
+        if which == 0 and began.exists():
             os.kill(os.getppid(), signal.SIGTERM)
         elif which == 0:
-            (tmp_path / "first").touch()
+            began.touch()
+            alive()
             if not number:
                 return
             os.kill(os.getpid(), number)
         while signal.sigtimedwait({signal.SIGTERM}, 0.05) is None:
             alive()
+            with said.open("ab") as file:
+                file.write(b".")
 
+    def monotonic() -> float:
+        """Time passes as the healthy process speaks, so that it is never silent on a busy machine."""
+        return said.stat().st_size / 10 if num > 1 else time.monotonic()
+
+    monkeypatch.setattr(worker_processes, "time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep))
     ended: list[int] = []
     WorkerProcesses(num, serve, ended.append, silent_s=2.0 if number == signal.SIGSTOP else 60.0).run(lambda: None)
     assert sorted(ended) == [0, *range(num)]
