@@ -87,6 +87,6 @@ def test_a_copy_that_lies_otherwise_is_not_read() -> None:
 @pytest.mark.parametrize("shape", [(100, 64), (64, 37)])
 def test_a_shape_without_whole_blocks_is_not_read(shape: Any) -> None:
     odd = torch.randn(*shape).bfloat16()
-    blocked = packed(odd)
-    assert blocked is not None
+    if (blocked := packed(odd)) is None:
+        pytest.skip("oneDNN has no products of bfloat16 on this CPU")
     assert small_gemm.packed_address(odd, blocked) is None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from baton.models.layers import linear
+from baton.models.layers.linear import Linear
 
 
 @pytest.fixture
 def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if PyTorch or the CPU had no packed weights: weights stay as loaded."""
-    monkeypatch.setattr(linear, "packed", lambda weight: None)
+    monkeypatch.setattr(Linear, "pack", lambda layer: None)
