@@ -17,7 +17,6 @@ import contextlib
 import json
 import os
 import re
-import socket
 import subprocess
 import tempfile
 import time
@@ -33,6 +32,7 @@ import yaml
 
 from baton.bench.timed_stream import stream_completion
 from baton.deployment import Deployment
+from benchmarks.vllm.servers import free_port
 from tools.grafana import FOLDER
 
 DEPLOY = FOLDER.parent / "deploy"
@@ -149,10 +149,8 @@ def installed() -> Path:
 @contextlib.contextmanager
 def running(program: Path, target: str) -> Iterator[str]:
     """Run a server with the example's configuration and rules that scrapes `target` once a second. Yields its URL."""
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-        probe.close()
+    with tempfile.TemporaryDirectory() as folder:
+        address = f"127.0.0.1:{free_port()}"
         example = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())
         (job,) = example["scrape_configs"]
         job["static_configs"] = [{"targets": [urllib.parse.urlsplit(target).netloc]}]

@@ -31,8 +31,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.openai.http.serving import bind
 from benchmarks.serving.modelled_servers import MODEL
+from benchmarks.vllm.servers import free_port
 from testkit.servers.fake_serving import write_tokenizer
 
 _SHORT, _LONG = 2, 66
@@ -82,11 +82,6 @@ def cpu_s(pid: int) -> float:
     return found
 
 
-def _free_port() -> int:
-    with contextlib.closing(bind("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 @contextlib.contextmanager
 def _servers(directory: Path, step_s: float) -> Iterator[list[str]]:
     """URLs of the prefill and the decode server."""
@@ -127,7 +122,7 @@ def _answers(url: str) -> bool:
 
 def _command(name: str, port: int, urls: Sequence[str], folder: Path, options: argparse.Namespace) -> list[str]:
     listen = ["--host", "127.0.0.1", "--port", str(port)]
-    metrics = ["--prometheus-port", str(_free_port())]
+    metrics = ["--prometheus-port", str(free_port())]
     prefill, decode = urls
     both = ["--prefill", prefill, "--decode", decode]
     if name == "vllm-router":
@@ -239,7 +234,7 @@ def measure(options: argparse.Namespace) -> None:
             urls = undo.enter_context(_servers(write_tokenizer(Path(folder) / "model"), step_s))
             running = {}
             for name in names:
-                port = _free_port()
+                port = free_port()
                 command = _command(name, port, urls, Path(folder), options)
                 source = f"{options.before}/src" if name.endswith(_BEFORE) else None
                 running[name] = undo.enter_context(_running(command, port, source)), port

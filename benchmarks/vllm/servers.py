@@ -118,10 +118,17 @@ def _is_tracker(pid: int) -> bool:
     return False
 
 
+_held: list[socket.socket] = []
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that the system gives to nobody else while this process lives. A server that sets SO_REUSEADDR, as all do
+    that are started here, can listen on it nevertheless."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    _held.append(holder)
+    return int(holder.getsockname()[1])
 
 
 @contextlib.contextmanager

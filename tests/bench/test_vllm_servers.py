@@ -1,12 +1,17 @@
-"""A killed server leaves no shared memory behind; without vLLM."""
+"""A killed server leaves no shared memory behind, and nobody takes the port of one that starts; without vLLM."""
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.vllm.servers import VllmServer
+import pytest
+
+from baton.openai.http.serving import bind
+from benchmarks.vllm.servers import VllmServer, free_port
 from testkit.inside import processes_of
 
 # As an engine does: it makes shared memory that a resource tracker knows, and starts a process that uses it too.
@@ -20,6 +25,17 @@ child.start()
 print(memory.name, child.pid, flush=True)
 time.sleep(600)
 """
+
+
+def test_a_port_belongs_to_the_server_that_it_was_found_for() -> None:
+    port = free_port()
+    with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+        other.bind(("127.0.0.1", port))
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    for _ in range(2):  # a server that starts again too
+        with contextlib.closing(bind("127.0.0.1", port)):
+            socket.create_connection(("127.0.0.1", port)).close()
 
 
 def test_a_killed_server_leaves_no_process_and_no_shared_memory(tmp_path: Path) -> None:
