@@ -38,6 +38,8 @@ def _has_features(*names: str) -> bool:
 
 HAS_WIDE_PRODUCTS = not HAS_BF16_PAIRS and _has_features("avx2", "fma")
 _BLOCK = CHUNKS * LANES
+# Of 16 outputs, at a time: the sums of 6 rows fill 12 of 16 registers, or with AVX-512 12 of 32 that are twice as wide.
+_CHUNKS_OF_6, _CHUNKS_OF_4 = (2, 2) if _has_features("avx512f") else (1, 1)
 # A step is a pair of columns of 16 outputs.
 _STEP_BYTES = 4 * LANES
 BF16 = np.uint16(0)
@@ -60,7 +62,7 @@ def _chunk_products(
     """out [num_rows, 16 * num_chunks] = sum over `steps` pairs of left [row, pair] * right [chunk, pair], plus bias.
 
     Addresses: `left` of float32; `right`, `bias` (0: none) and `out` of bfloat16. `num_rows` and `num_chunks` are
-    literals. The 16 registers hold six vectors of sums.
+    literals.
     """
     rows, chunks = range(num_rows.literal_value), range(num_chunks.literal_value)
 
@@ -106,21 +108,21 @@ _products = cast(Callable[..., Any], intrinsic(prefer_literal=True)(_chunk_produ
 def _rows(
     num_rows: int, left: Any, row_bytes: int, right: Any, steps: int, bias: Any, out: Any, out_bytes: int, chunks: int
 ) -> None:
-    """1, 2, 4 or 6 rows, with as many chunks at a time as registers can hold."""
+    """1, 2, 4 or 6 rows, with as many chunks at a time as registers can hold. `chunks`: 2 or 4."""
     chunk, chunk_bytes = 0, steps * _STEP_BYTES
     while chunk < chunks:
         weights, y = right + chunk * chunk_bytes, out + chunk * LANES * _NARROW_BYTES
         bias_at = bias + chunk * LANES * _NARROW_BYTES if bias != 0 else bias
         if num_rows == 6:
-            _products(6, 1, left, row_bytes, weights, steps, bias_at, y, out_bytes)
-            chunk += 1
+            _products(6, _CHUNKS_OF_6, left, row_bytes, weights, steps, bias_at, y, out_bytes)
+            chunk += _CHUNKS_OF_6
         elif num_rows == 4:
-            _products(4, 1, left, row_bytes, weights, steps, bias_at, y, out_bytes)
-            chunk += 1
+            _products(4, _CHUNKS_OF_4, left, row_bytes, weights, steps, bias_at, y, out_bytes)
+            chunk += _CHUNKS_OF_4
         elif num_rows == 2:
             _products(2, 2, left, row_bytes, weights, steps, bias_at, y, out_bytes)
             chunk += 2
-        elif chunks - chunk >= 4:
+        elif chunks == 4:
             _products(1, 4, left, row_bytes, weights, steps, bias_at, y, out_bytes)
             chunk += 4
         else:
