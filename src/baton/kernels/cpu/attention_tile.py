@@ -15,11 +15,12 @@ import numpy as np
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS, pair_products
 from baton.kernels.cpu.jit_cache import jit
 from baton.kernels.cpu.scalar import exp32
-from baton.kernels.cpu.simd import CHUNKS, LANES, exponentials, largest, products
+from baton.kernels.cpu.simd import CHUNKS, LANES, chunks_at_once, exponentials, largest, products
 
 TILE = CHUNKS * LANES
 # Vectors with sums in registers, which changes no bits.
 ROW_BLOCK = 4
+_AT_ONCE_1, _AT_ONCE_2, _AT_ONCE_3, _AT_ONCE_4 = (chunks_at_once(rows) for rows in range(1, ROW_BLOCK + 1))
 F32_BYTES = 4
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 MINUS_INFINITY = np.float32(-np.inf)
@@ -30,38 +31,14 @@ def _multiply(
     num_rows: int, left: Any, row_bytes: int, right: Any, right_bytes: int, steps: int, factors: Any, out: Any,
     out_bytes: int, width: int,
 ) -> None:  # fmt: skip
-    """`products` for 1 to 4 rows of `width` elements, a multiple of 16. `left` steps by one element."""
-    done = 0
-    while done < width:
-        here, there = right + done * F32_BYTES, out + done * F32_BYTES
-        if width - done >= TILE:
-            if num_rows == 4:
-                products(4, left, row_bytes, F32_BYTES, here, right_bytes, steps, CHUNKS, factors, there, out_bytes)
-            elif num_rows == 3:
-                products(3, left, row_bytes, F32_BYTES, here, right_bytes, steps, CHUNKS, factors, there, out_bytes)
-            elif num_rows == 2:
-                products(2, left, row_bytes, F32_BYTES, here, right_bytes, steps, CHUNKS, factors, there, out_bytes)
-            else:
-                products(1, left, row_bytes, F32_BYTES, here, right_bytes, steps, CHUNKS, factors, there, out_bytes)
-            done += TILE
-        else:
-            for row in range(num_rows):
-                factor = factors + row * F32_BYTES if factors != 0 else factors
-                at = left + row * row_bytes
-                products(
-                    1,
-                    at,
-                    row_bytes,
-                    F32_BYTES,
-                    here,
-                    right_bytes,
-                    steps,
-                    1,
-                    factor,
-                    there + row * out_bytes,
-                    out_bytes,
-                )
-            done += LANES
+    if num_rows == 4:
+        products(4, _AT_ONCE_4, left, row_bytes, right, right_bytes, steps, width, factors, out, out_bytes)
+    elif num_rows == 3:
+        products(3, _AT_ONCE_3, left, row_bytes, right, right_bytes, steps, width, factors, out, out_bytes)
+    elif num_rows == 2:
+        products(2, _AT_ONCE_2, left, row_bytes, right, right_bytes, steps, width, factors, out, out_bytes)
+    else:
+        products(1, _AT_ONCE_1, left, row_bytes, right, right_bytes, steps, width, factors, out, out_bytes)
 
 
 @jit

@@ -83,9 +83,8 @@ def _load_tile(
             for d in range(whole, width):
                 keys[offset + d, lane + j] = to_f32(plane[page, layer, slot, 0, d])
         for d in range(0, whole, LANES):
-            transpose(element, rows_at, keys_at + (offset + d) * key_bytes + lane * F32_BYTES, key_bytes)
-            for j in range(LANES):
-                rows[j] += LANES * plane.itemsize
+            at = keys_at + (offset + d) * key_bytes + lane * F32_BYTES
+            transpose(element, rows_at, d * plane.itemsize, at, key_bytes)
     return True
 
 

@@ -138,14 +138,10 @@ def _load_tile(
                 values[lane + j, d] = to_f32(kv[page, layer, 1, slot, head, d])
         if in_pairs:
             for d in range(0, size // 2, LANES):
-                transpose(_ZERO, rows_at, keys_at + d * key_bytes + lane * F32_BYTES, key_bytes)
-                for j in range(LANES):
-                    rows[j] += LANES * F32_BYTES
+                transpose(_ZERO, rows_at, d * F32_BYTES, keys_at + d * key_bytes + lane * F32_BYTES, key_bytes)
         else:
             for d in range(0, whole, LANES):
-                transpose(element, rows_at, keys_at + d * key_bytes + lane * F32_BYTES, key_bytes)
-                for j in range(LANES):
-                    rows[j] += LANES * kv.itemsize
+                transpose(element, rows_at, d * kv.itemsize, keys_at + d * key_bytes + lane * F32_BYTES, key_bytes)
     return True
 
 

@@ -11,18 +11,29 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numba
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba.core import cgutils as untyped_cgutils
+from numba.core import config as untyped_config
 from numba.extending import intrinsic
 
 cgutils: Any = untyped_cgutils
+_config: Any = untyped_config
 
 LANES = 16
 # Chunks of 16 in a row of a tile, which has at most as many rows.
 CHUNKS = 4
 
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_QUARTER = LANES // 4
+_FOUR_WORDS = ir.VectorType(_I32, _QUARTER)
 _VECTOR, _NARROW, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I16, LANES), ir.VectorType(_I32, LANES)
+
+
+def has_features(*names: str) -> bool:
+    """Of the CPU that Numba compiles for."""
+    if _config.CPU_NAME:
+        return all(f"+{name}" in (_config.CPU_FEATURES or "").split(",") for name in names)
+    return all(binding.get_host_cpu_features().get(name) for name in names)
 
 
 def _element_bytes(element: Any) -> int:
@@ -105,29 +116,53 @@ def _visible(builder: Any, first: Any, last: Any, chunk: int) -> Any:
     return builder.and_(builder.icmp_signed(">=", lanes, low), builder.icmp_signed("<", lanes, high))
 
 
-def _transposed(typing_context: Any, element: Any, rows: Any, destination: Any, stride: Any) -> Any:
+def _transposed(typing_context: Any, element: Any, rows: Any, start: Any, destination: Any, stride: Any) -> Any:
     """Transpose 16 x 16 numbers of the type of `element` to float32 at `destination`, `stride` bytes from row to row.
-    `rows` is the address of the 16 addresses of the source rows."""
+    `rows`: the address of 16 addresses. Source rows begin `start` bytes behind those."""
     num_bytes = _element_bytes(element)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _, rows, destination, stride = args
-        block = [load_widened(builder, load(builder, rows, 8 * j, _I64), num_bytes) for j in range(LANES)]
-        # Rows j and j + distance swap halves, quarters, eighths...
-        distance = LANES // 2
-        while distance:
-            low = [lane if not lane & distance else LANES + lane - distance for lane in range(LANES)]
-            high = [lane + distance if not lane & distance else LANES + lane for lane in range(LANES)]
-            for j in range(LANES):
-                if not j & distance:
-                    a, b = block[j], block[j + distance]
-                    block[j], block[j + distance] = _shuffle(builder, a, b, low), _shuffle(builder, a, b, high)
-            distance //= 2
-        for i in range(LANES):
-            store(builder, block[i], destination, builder.mul(stride, ir.Constant(_I64, i)))
+        _, rows, start, destination, stride = args
+        starts = [builder.add(load(builder, rows, 8 * j, _I64), start) for j in range(LANES)]
+        column = 0
+        for byte_offset in range(0, LANES * num_bytes, 4 * _QUARTER):
+            for words in _transposed_words(builder, starts, byte_offset):
+                for vector in (words,) if num_bytes == 4 else _widened_pairs(builder, words):
+                    store(builder, vector, destination, builder.mul(stride, ir.Constant(_I64, column)))
+                    column += 1
         return context.get_dummy_value()
 
-    return numba.void(element, numba.int64, numba.int64, numba.int64), generate
+    return numba.void(element, *[numba.int64] * 4), generate
+
+
+def _transposed_words(builder: Any, starts: Sequence[Any], byte_offset: int) -> list[Any]:
+    """Four 32-bit words of each of 16 rows: a vector for each word."""
+    loaded = []
+    for row in range(_QUARTER):
+        quarters = [load(builder, starts[row + q], byte_offset, _FOUR_WORDS) for q in range(0, LANES, _QUARTER)]
+        halves = [_joined(builder, *quarters[:2]), _joined(builder, *quarters[2:])]
+        loaded.append(_joined(builder, *halves))
+    transposed = []
+    for i in (0, 2):
+        lanes = i, LANES + i, i + 1, LANES + i + 1
+        left, right = (_shuffle_quarters(builder, loaded[row], loaded[row + 1], lanes) for row in (0, 2))
+        transposed += [_shuffle_quarters(builder, left, right, (j, j + 1, LANES + j, LANES + j + 1)) for j in (0, 2)]
+    return transposed
+
+
+def _joined(builder: Any, a: Any, b: Any) -> Any:
+    lanes = list(range(2 * a.type.count))
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(lanes)), lanes))
+
+
+def _shuffle_quarters(builder: Any, a: Any, b: Any, lanes: Sequence[int]) -> Any:
+    return _shuffle(builder, a, b, [lane + q for q in range(0, LANES, _QUARTER) for lane in lanes])
+
+
+def _widened_pairs(builder: Any, words: Any) -> tuple[Any, Any]:
+    low = builder.shl(words, splat(builder, ir.Constant(_I32, 16)))
+    high = builder.and_(words, splat(builder, ir.Constant(_I32, -(1 << 16))))
+    return low, high
 
 
 def _widened(typing_context: Any, element: Any, source: Any, destination: Any) -> Any:
@@ -164,51 +199,65 @@ def _touched(typing_context: Any, address: Any) -> Any:
     return numba.void(numba.int64), generate
 
 
-def _products(
-    typing_context: Any, num_rows: Any, left: Any, row_bytes: Any, step_bytes: Any, right: Any, right_bytes: Any,
-    steps: Any, num_chunks: Any, factors: Any, out: Any, out_bytes: Any,
-) -> Any:  # fmt: skip
-    """out [num_rows, 16 * num_chunks] = out * its row's factor + sum over `steps` of left [row, step] * right [step].
+def chunks_at_once(num_rows: int) -> int:
+    """Chunks of 1 to 4 rows whose sums fit in registers: 32 of 16 floats, or 16 of 8."""
+    return CHUNKS if has_features("avx512f") else max(1, CHUNKS // num_rows)
 
-    `left`, `right`, `factors` (0: out begins at zero) and `out` are addresses of float32. Strides are in bytes:
-    `row_bytes` and `step_bytes` of `left`, others of the array that they name. The sum runs in order of the steps.
+
+def _products(
+    typing_context: Any, num_rows: Any, num_chunks: Any, left: Any, row_bytes: Any, right: Any, right_bytes: Any,
+    steps: Any, width: Any, factors: Any, out: Any, out_bytes: Any,
+) -> Any:  # fmt: skip
+    """out [num_rows, width] = out * its row's factor + sum over `steps` of left [row, step] * right [step].
+
+    `left`, `right`, `factors` (0: out begins at zero) and `out` are addresses of float32; `row_bytes`, `right_bytes`
+    and `out_bytes` are row strides. `width` is a multiple of 16. Sums run in order of the steps.
     `num_rows` and `num_chunks` are literals.
     """
-    rows, chunks = num_rows.literal_value, num_chunks.literal_value
+    rows, most = num_rows.literal_value, num_chunks.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _, left, row_bytes, step_bytes, right, right_bytes, steps, _, factors, out, out_bytes = args
-        places = [(row, chunk) for row in range(rows) for chunk in range(chunks)]
-        sums = {place: cgutils.alloca_once(builder, _VECTOR) for place in places}
-        offset = [builder.mul(out_bytes, ir.Constant(_I64, row)) for row in range(rows)]
-        has_factors = builder.icmp_signed("!=", factors, ir.Constant(_I64, 0))
-        with builder.if_else(has_factors) as (then, otherwise):
-            with then:
+        _, _, left, row_bytes, right, right_bytes, steps, width, factors, out, out_bytes = args
+
+        def add(first: Any, chunks: int) -> None:
+            begin = builder.mul(first, ir.Constant(_I64, 4 * LANES))
+            here, there = builder.add(right, begin), builder.add(out, begin)
+            places = [(row, chunk) for row in range(rows) for chunk in range(chunks)]
+            sums = {place: cgutils.alloca_once(builder, _VECTOR) for place in places}
+            starts = [builder.add(there, builder.mul(out_bytes, ir.Constant(_I64, row))) for row in range(rows)]
+            with builder.if_else(builder.icmp_signed("!=", factors, ir.Constant(_I64, 0))) as (then, otherwise):
+                with then:
+                    for row, chunk in places:
+                        factor = splat(builder, load(builder, factors, 4 * row, _F32))
+                        total = builder.fmul(load(builder, starts[row], 4 * LANES * chunk), factor)
+                        builder.store(total, sums[row, chunk])
+                with otherwise:
+                    for place in places:
+                        builder.store(_constant(builder, 0.0), sums[place])
+            with cgutils.for_range(builder, steps, intp=_I64) as loop:
+                base = builder.add(here, builder.mul(loop.index, right_bytes))
+                vectors = [load(builder, base, 4 * LANES * chunk) for chunk in range(chunks)]
+                step = builder.mul(loop.index, ir.Constant(_I64, 4))
                 for row in range(rows):
-                    factor = splat(builder, load(builder, factors, 4 * row, _F32))
+                    at = builder.add(builder.mul(row_bytes, ir.Constant(_I64, row)), step)
+                    scalar = splat(builder, load(builder, left, at, _F32))
                     for chunk in range(chunks):
-                        at = builder.add(offset[row], ir.Constant(_I64, 4 * LANES * chunk))
-                        builder.store(builder.fmul(load(builder, out, at), factor), sums[row, chunk])
-            with otherwise:
-                for place in places:
-                    builder.store(_constant(builder, 0.0), sums[place])
-        with cgutils.for_range(builder, steps, intp=_I64) as loop:
-            base = builder.add(right, builder.mul(loop.index, right_bytes))
-            vectors = [load(builder, base, 4 * LANES * chunk) for chunk in range(chunks)]
-            for row in range(rows):
-                at = builder.add(builder.mul(row_bytes, ir.Constant(_I64, row)), builder.mul(loop.index, step_bytes))
-                scalar = splat(builder, load(builder, left, at, _F32))
-                for chunk in range(chunks):
-                    total = builder.load(sums[row, chunk])
-                    builder.store(fma(builder, scalar, vectors[chunk], total), sums[row, chunk])
-        for row, chunk in places:
-            at = builder.add(offset[row], ir.Constant(_I64, 4 * LANES * chunk))
-            store(builder, builder.load(sums[row, chunk]), out, at)
+                        total = builder.load(sums[row, chunk])
+                        builder.store(fma(builder, scalar, vectors[chunk], total), sums[row, chunk])
+            for row, chunk in places:
+                store(builder, builder.load(sums[row, chunk]), starts[row], 4 * LANES * chunk)
+
+        chunks = builder.sdiv(width, ir.Constant(_I64, LANES))
+        blocks = builder.sdiv(chunks, ir.Constant(_I64, most))
+        with cgutils.for_range(builder, blocks, intp=_I64) as block:
+            add(builder.mul(block.index, ir.Constant(_I64, most)), most)
+        if most > 1:
+            rest = builder.mul(blocks, ir.Constant(_I64, most))
+            with cgutils.for_range_slice(builder, rest, chunks, ir.Constant(_I64, 1), intp=_I64) as (chunk, _):
+                add(chunk, 1)
         return context.get_dummy_value()
 
-    distance = numba.int64
-    signature = numba.void(num_rows, *[distance] * 6, num_chunks, *[distance] * 3)
-    return signature, generate
+    return numba.void(num_rows, num_chunks, *[numba.int64] * 9), generate
 
 
 def _largest(typing_context: Any, scores: Any, first: Any, last: Any) -> Any:

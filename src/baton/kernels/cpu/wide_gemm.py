@@ -13,9 +13,8 @@ import numba
 import numpy as np
 import torch
 import torch.nn.functional as F
-from llvmlite import binding, ir  # type: ignore[import-untyped]
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import carray  # type: ignore[attr-defined]
-from numba.core import config as untyped_config
 from numba.extending import intrinsic
 from torch import Tensor
 
@@ -23,20 +22,10 @@ from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS, store_with_bias
 from baton.kernels.cpu.jit_cache import jit
 from baton.kernels.cpu.omp import Kernel, arguments, pointer, take, threads_for
 from baton.kernels.cpu.scalar import to_f32
-from baton.kernels.cpu.simd import CHUNKS, LANES, cgutils, fma, load, splat
+from baton.kernels.cpu.simd import CHUNKS, LANES, cgutils, fma, has_features, load, splat
 from baton.kernels.cpu.small_gemm import num_pieces, outputs_of
 
-_config: Any = untyped_config
-
-
-def _has_features(*names: str) -> bool:
-    """Of the CPU that Numba compiles for."""
-    if _config.CPU_NAME:
-        return all(f"+{name}" in (_config.CPU_FEATURES or "").split(",") for name in names)
-    return all(binding.get_host_cpu_features().get(name) for name in names)
-
-
-HAS_WIDE_PRODUCTS = not HAS_BF16_PAIRS and _has_features("avx2", "fma")
+HAS_WIDE_PRODUCTS = not HAS_BF16_PAIRS and has_features("avx2", "fma")
 _BLOCK = CHUNKS * LANES
 # Of 16 outputs, at a time: the sums of 6 rows fill 12 of 16 registers, or with AVX-512 12 of 32 that are twice as wide.
 _CHUNKS_OF_6, _CHUNKS_OF_4 = (2, 2) if _has_features("avx512f") else (1, 1)

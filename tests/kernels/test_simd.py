@@ -1,0 +1,74 @@
+"""Register tiles differ between CPUs, and bits must not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+
+from baton.kernels.cpu.attention_tile import ROW_BLOCK
+from baton.kernels.cpu.simd import CHUNKS, LANES, chunks_at_once, products, transpose
+
+Random = np.random.Generator
+
+
+def _multiplier(num_rows: int, num_chunks: int) -> Any:
+    def multiply(left: Any, row_bytes: Any, right: Any, steps: Any, width: Any, factors: Any, out: Any) -> None:
+        products(num_rows, num_chunks, left, row_bytes, right, 4 * width, steps, width, factors, out, 4 * width)
+
+    return numba.njit(multiply)
+
+
+def _sums(multiply: Any, left: Any, right: Any, factors: Any, before: Any) -> np.ndarray:
+    out: np.ndarray = before.copy()
+    at = 0 if factors is None else factors.ctypes.data
+    multiply(left.ctypes.data, left.strides[0], right.ctypes.data, len(right), right.shape[1], at, out.ctypes.data)
+    return out
+
+
+@pytest.mark.parametrize("num_rows", range(1, ROW_BLOCK + 1))
+def test_every_tiling_gives_the_same_bits(num_rows: int) -> None:
+    random = np.random.default_rng(num_rows)
+    single = _multiplier(1, 1)
+    tilings = {n: _multiplier(num_rows, n) for n in {*range(1, CHUNKS + 1), chunks_at_once(num_rows)}}
+    for _ in range(40):
+        steps, width = int(random.integers(0, 140)), LANES * int(random.integers(1, 12))
+        left = random.standard_normal((num_rows, steps + 3), dtype=np.float32)
+        right = random.standard_normal((steps, width), dtype=np.float32)
+        before = random.standard_normal((num_rows, width), dtype=np.float32)
+        factors = random.random(num_rows, dtype=np.float32) if random.random() < 0.7 else None
+        expected = np.concatenate(
+            [
+                _sums(single, left[row:], right, None if factors is None else factors[row:], before[row : row + 1])
+                for row in range(num_rows)
+            ]
+        )
+        exact = left[:, :steps].astype(np.float64) @ right
+        if factors is not None:
+            exact += before.astype(np.float64) * factors[:, None]
+        np.testing.assert_allclose(expected, exact, rtol=1e-5, atol=1e-4)
+        for tiling in tilings.values():
+            made = _sums(tiling, left, right, factors, before)
+            assert np.array_equal(made.view(np.int32), expected.view(np.int32))
+
+
+@numba.njit
+def _transpose(element: Any, rows: Any, start: Any, out: Any, stride: Any) -> None:
+    transpose(element, rows, start, out, stride)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.uint16])
+def test_blocks_are_transposed_exactly(dtype: Any) -> None:
+    random = np.random.default_rng(0)
+    kept = random.integers(0, 1 << 16, (40, 96), dtype=np.uint16).view(dtype)
+    order = random.permutation(40)[:LANES]
+    rows = np.array([kept[row].ctypes.data for row in order], dtype=np.int64)
+    out = np.zeros((LANES, 3 * LANES), np.float32)
+    _transpose(dtype(0), rows.ctypes.data, 5 * kept.itemsize, out[:, LANES:].ctypes.data, out.strides[0])
+    block = kept[order, 5 : 5 + LANES].T
+    bits = block.astype(np.uint32) << 16 if dtype is np.uint16 else np.ascontiguousarray(block).view(np.uint32)
+    assert np.array_equal(out[:, LANES : 2 * LANES].view(np.uint32), bits)
+    assert not out[:, :LANES].any()
+    assert not out[:, 2 * LANES :].any()
