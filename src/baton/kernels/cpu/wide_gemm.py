@@ -28,7 +28,7 @@ from baton.kernels.cpu.small_gemm import num_pieces, outputs_of
 HAS_WIDE_PRODUCTS = not HAS_BF16_PAIRS and has_features("avx2", "fma")
 _BLOCK = CHUNKS * LANES
 # Of 16 outputs, at a time: the sums of 6 rows fill 12 of 16 registers, or with AVX-512 12 of 32 that are twice as wide.
-_CHUNKS_OF_6, _CHUNKS_OF_4 = (2, 2) if _has_features("avx512f") else (1, 1)
+_CHUNKS_OF_6, _CHUNKS_OF_4 = (2, 2) if has_features("avx512f") else (1, 1)
 # A step is a pair of columns of 16 outputs.
 _STEP_BYTES = 4 * LANES
 BF16 = np.uint16(0)
