@@ -1,4 +1,4 @@
-"""Offline generation with speculative decoding, in one process."""
+"""Offline generation with speculative decoding, in one process. Run it from the root of the repository."""
 
 from baton import LLM, SamplingParams
 

@@ -137,7 +137,7 @@ class TransportOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class Transport(Protocol):
-    """All connections of one side. Thread-safe."""
+    """One side. Thread-safe."""
 
     @property
     def scheme(self) -> str: ...
@@ -145,7 +145,7 @@ class Transport(Protocol):
     def allocate(self, name: str, nbytes: int) -> ByteArray:
         """Zeroed memory `[nbytes]` uint8 that can be registered. `name` is for humans.
 
-        Raises `TransportError`.
+        Raises `TransportError`, also for 0 bytes.
         """
         ...
 
