@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from testkit.vllm.checkpoints import (
     MLA,
@@ -65,9 +67,18 @@ CASES: dict[str, tuple[Callable[[Path], None], Callable[[Path], Arguments]]] = {
 }
 
 
+def skip_without_fp8() -> None:
+    try:
+        _get_attn_isa(torch.float32, 32, kv_cache_dtype="fp8")
+    except NotImplementedError as error:
+        pytest.skip(f"vLLM: {error}")
+
+
 @pytest.fixture(scope="module", params=CASES)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     make, arguments_in = CASES[request.param]
+    if make is scaled:
+        skip_without_fp8()
     folder = tmp_path_factory.mktemp("hybrid")
     make(folder / "model")
     arguments = arguments_in(folder)
