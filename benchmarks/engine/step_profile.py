@@ -24,6 +24,7 @@ from baton.engine.attention.registry import get_backend
 from baton.models.layer_cache import KVLayerSpec, KVRegion, KVRegions
 from baton.models.layers.linear import Linear
 from baton.models.loading.loader import load_model
+from benchmarks.engine.decode import rates
 
 PAGE = 16
 CONTEXT = 512
@@ -87,17 +88,14 @@ def main(
     target = load_model(model, dtype, batch_invariant=batch_invariant)
     spec, num_layers, kind = target.kv_layers[0], len(target.kv_layers), target.build.dtype
     assert isinstance(spec, KVLayerSpec), "a model without other kinds of layers"
-    square, memory = torch.randn(2048, 2048).to(kind), torch.ones(1 << 26)
-    peak = 2 * 2048**3 / _best(lambda: square @ square, 5)
-    bandwidth = memory.numel() * 4 / _best(lambda: memory.sum(), 5)
-    print(f"machine: {peak / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.1f} GB/s; {dtype}, {threads} threads")
+    machine = rates(dtype)
+    print(f"machine: {machine['GFLOP/s']:.0f} GFLOP/s, {machine['GB/s']:.1f} GB/s; {dtype}, {threads} threads")
     clock, backend = Clock(), get_backend("paged_cpu", "cpu")
     attend = clock.around("attention", backend.write_and_attend)
     layers = [layer for layer in target.modules() if isinstance(layer, Linear)]
     for layer in layers:
         layer.forward = clock.around("linears", layer.forward)  # type: ignore[method-assign]
-    shapes = [(layer._packed if layer.weight is None else layer.weight) for layer in layers]
-    numbers = sum(weight.shape[0] * weight.shape[1] for weight in shapes if weight is not None)
+    numbers = sum(layer.in_features * layer.out_features for layer in layers)
     head = target.vocab_size * target.hidden_size
     for name, requests, start, rows, repeat in CASES:
         num_pages = -(-(CONTEXT + rows) // PAGE)
@@ -127,9 +125,9 @@ def main(
         total, linears, attention = (statistics.median(column) * 1e3 for column in zip(*parts[1:], strict=True))
         work = 2 * ((numbers - head) * requests * rows + head * requests)
         used = (
-            f"{work / linears / 1e6 / (peak / 1e9):.0%} of the machine's products"
+            f"{work / linears / 1e6 / machine['GFLOP/s']:.0%} of the machine's products"
             if rows == CONTEXT
-            else f"{numbers * kind.itemsize / linears / 1e6 / (bandwidth / 1e9):.0%} of its bandwidth"
+            else f"{numbers * kind.itemsize / linears / 1e6 / machine['GB/s']:.0%} of its bandwidth"
         )
         print(
             f"{name:22} {total:8.1f} ms: linears {linears:7.1f} ({used}), attention {attention:6.1f}, "
