@@ -84,7 +84,7 @@ class AsyncEngine:
         self._engine = build_engine(config, self._emit, progress, tokenizer)
         self._engine.core.steps.after_first = _let_the_loop_send
         self._cache_config = _cache_config(config, self._engine.info.kv_tokens)
-        progress("running a first request")
+        progress("running a first request, which compiles kernels at their first use")
         self._warm_up()
         self._thread = threading.Thread(target=self._run, name="baton-engine", daemon=True)
         self._stall_timeout_s = config.stall_timeout_s

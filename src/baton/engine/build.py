@@ -233,6 +233,8 @@ def _load(config: EngineConfig, device: torch.device, transports: Sequence[Trans
     own = [group for group, _ in pool.parts[0]]
     followers.send_allocation(pool, drafter)
     backend = get_backend(config.attention_backend, config.device)
+    if config.batch_invariant:
+        progress("probing numerics, which compiles kernels at their first use")
     facts = engine_facts(config, loaded.hf_config, whole, own, model, drafter, backend, loaded.tokenizer.eos_token_ids)
     followers.answered()
     local = LocalExecutor(ModelRunner(model, drafter, own, pool.kv, backend, device, loaded.grammars))

@@ -23,9 +23,11 @@ from testkit.engines import TARGET, pair
 
 
 def facts_of(**settings: Any) -> dict[str, str]:
-    engine = build_engine(EngineConfig(model=TARGET, **settings), lambda *chunk: None)
+    told: list[str] = []
+    engine = build_engine(EngineConfig(model=TARGET, **settings), lambda *chunk: None, progress=told.append)
     try:
         found: dict[str, str] = json.loads(engine.info.fingerprint)
+        assert told[-1].startswith("probing numerics") == ("numerics.probe" in found)
         return found
     finally:
         engine.close()
