@@ -70,7 +70,10 @@ def main() -> int:
     """Returns the exit status: 0 if every answer is identical to the single engine's."""
     subject = choose()
     cases = subject.cases
-    print(f"model: {subject.target}\nreference: one engine, {len(cases)} prompts", flush=True)
+    print(
+        f"model: {subject.target}\nreference: one engine, {len(cases)} prompts; the first one compiles kernels",
+        flush=True,
+    )
     engine = {"model": subject.target, "speculative_config": subject.speculative_config, "batch_invariant": True}
     want = EngineSide(engine).answers(cases).observed
     rows: list[tuple[str, ...]] = [
