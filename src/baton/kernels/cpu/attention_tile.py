@@ -27,7 +27,7 @@ MINUS_INFINITY = np.float32(-np.inf)
 
 
 @jit
-def _multiply(
+def multiply(
     num_rows: int, left: Any, row_bytes: int, right: Any, right_bytes: int, steps: int, factors: Any, out: Any,
     out_bytes: int, width: int,
 ) -> None:  # fmt: skip
@@ -59,7 +59,7 @@ def _add_own(
 ) -> None:  # fmt: skip
     """Add tokens [first, last) of the tile for one vector, of scratch row `row`, to its sums at `out`."""
     score_bytes, value_bytes = F32_BYTES * TILE, F32_BYTES * width
-    _multiply(
+    multiply(
         1, scores + row * score_bytes + first * F32_BYTES, score_bytes, values + first * value_bytes, value_bytes,
         last - first, factors + row * F32_BYTES, out, value_bytes, width,
     )  # fmt: skip
@@ -98,7 +98,7 @@ def attend_tile(
             _multiply_pairs(num_rows, pairs_at + i * size * 2, size * 2, keys_at, size // 2, scale, scores_at)
         else:
             left = queries_at + i * size * F32_BYTES
-            _multiply(num_rows, left, size * F32_BYTES, keys_at, score_bytes, size, 0, scores_at, score_bytes, TILE)
+            multiply(num_rows, left, size * F32_BYTES, keys_at, score_bytes, size, 0, scores_at, score_bytes, TILE)
         if not all_see or first >= last:
             first, last = TILE, TILE
         for j in range(num_rows):
@@ -118,7 +118,7 @@ def attend_tile(
                 _add_own(j, low[j], stop, scores_at, values_at, factors_at, sums_at + (i + j) * sum_bytes, padded)
                 factors[j] = _ONE
         if first < last:
-            _multiply(
+            multiply(
                 num_rows, scores_at + first * F32_BYTES, score_bytes, values_at + first * sum_bytes, sum_bytes,
                 last - first, factors_at, sums_at + i * sum_bytes, sum_bytes, padded,
             )  # fmt: skip

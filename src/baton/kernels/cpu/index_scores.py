@@ -1,5 +1,4 @@
-"""CPU kernel of the scores by which sparse attention chooses keys (DeepSeek-V3.2): the same bits for a row in every
-batch.
+"""Scores by which sparse attention chooses keys (DeepSeek-V3.2): a row's bits are the same in every batch.
 
 Shapes: T rows, H index heads, D index head size, S keys.
 """
@@ -10,11 +9,52 @@ from typing import Any
 
 import numpy as np
 
+from baton.kernels.cpu.attention_tile import F32_BYTES, ROW_BLOCK, TILE, multiply
 from baton.kernels.cpu.jit_cache import jit_contract
 from baton.kernels.cpu.scalar import to_f32
+from baton.kernels.cpu.simd import LANES, transpose
 
-_TILE = 64
 _ZERO = np.float32(0.0)
+
+
+@jit_contract
+def _load_keys(plane: Any, pages: Any, base: int, count: int, keys: Any, rows: Any) -> bool:
+    """As float32, transposed. `rows` int64 [16] is scratch space."""
+    page_size, size = plane.shape[1], plane.shape[2]
+    whole, element = size - size % LANES, plane[0, 0, 0]
+    region, keys_at, rows_at = np.int64(plane.ctypes.data), np.int64(keys.ctypes.data), np.int64(rows.ctypes.data)
+    for lane in range(0, count, LANES):
+        for j in range(LANES):
+            # Other lanes repeat the last key.
+            token = base + min(lane + j, count - 1)
+            column = token // page_size
+            if column >= len(pages) or pages[column] <= 0 or pages[column] >= plane.shape[0]:
+                return False
+            slot = token - column * page_size
+            rows[j] = region + pages[column] * plane.strides[0] + slot * plane.strides[1]
+            for d in range(whole, size):
+                keys[d, lane + j] = to_f32(plane[pages[column], slot, d])
+        for d in range(0, whole, LANES):
+            at = keys_at + (d * TILE + lane) * F32_BYTES
+            transpose(element, rows_at, d * plane.itemsize, at, TILE * F32_BYTES)
+    return True
+
+
+@jit_contract
+def _score_tile(queries: Any, weights: Any, keys: Any, dots: Any, sums: Any) -> None:
+    """Scores of a row for `keys` [D, 64]. `dots` [4, 64] is scratch space."""
+    heads, size = queries.shape
+    queries_at, keys_at = np.int64(queries.ctypes.data), np.int64(keys.ctypes.data)
+    dots_at = np.int64(dots.ctypes.data)
+    sums[:] = _ZERO
+    for first in range(0, heads, ROW_BLOCK):
+        count, left = min(ROW_BLOCK, heads - first), queries_at + first * size * F32_BYTES
+        tile_bytes = TILE * F32_BYTES
+        multiply(count, left, size * F32_BYTES, keys_at, tile_bytes, size, 0, dots_at, tile_bytes, TILE)
+        for i in range(count):
+            for j in range(TILE):
+                # Not max(): a NaN stays one.
+                sums[j] += weights[first + i] * (_ZERO if dots[i, j] < _ZERO else dots[i, j])
 
 
 @jit_contract
@@ -25,36 +65,15 @@ def score(plane: Any, pages: Any, positions: Any, queries: Any, weights: Any, ou
     H, D], `weights` float32 [T, H]. Row t sees keys 0 .. `positions`[t] (ascending); other scores stay. Returns False
     for a page id outside the plane, or the null page.
     """
-    page_size, size = plane.shape[1], plane.shape[2]
-    heads = queries.shape[1]
-    keys, dots, sums = np.zeros((size, _TILE), np.float32), np.empty(_TILE, np.float32), np.empty(_TILE, np.float32)
+    keys, rows = np.empty((plane.shape[2], TILE), np.float32), np.empty(LANES, np.int64)
+    dots, sums = np.empty((ROW_BLOCK, TILE), np.float32), np.empty(TILE, np.float32)
     last = positions[len(positions) - 1] + 1
-    for base in range(0, last, _TILE):
-        count = min(_TILE, last - base)
-        for lane in range(count):
-            column = (base + lane) // page_size
-            if column >= len(pages) or pages[column] <= 0 or pages[column] >= plane.shape[0]:
-                return False
-            slot = base + lane - column * page_size
-            for d in range(size):
-                keys[d, lane] = to_f32(plane[pages[column], slot, d])
+    for base in range(0, last, TILE):
+        if not _load_keys(plane, pages, base, min(TILE, last - base), keys, rows):
+            return False
         for t in range(len(positions)):
-            seen = min(_TILE, positions[t] + 1 - base)
-            if seen <= 0:
-                continue
-            for j in range(_TILE):
-                sums[j] = _ZERO
-            for h in range(heads):
-                for j in range(_TILE):
-                    dots[j] = _ZERO
-                for d in range(size):
-                    q = queries[t, h, d]
-                    for j in range(_TILE):
-                        dots[j] += q * keys[d, j]
-                weight = weights[t, h]
-                for j in range(_TILE):
-                    # Not max(): a NaN stays one.
-                    sums[j] += weight * (_ZERO if dots[j] < _ZERO else dots[j])
-            for j in range(seen):
-                out[t, base + j] = sums[j]
+            seen = min(TILE, positions[t] + 1 - base)
+            if seen > 0:
+                _score_tile(queries[t], weights[t], keys, dots, sums)
+                out[t, base : base + seen] = sums[:seen]
     return True
