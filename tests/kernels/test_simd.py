@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from baton.kernels.cpu.attention_tile import ROW_BLOCK
+from baton.kernels.cpu.scan_steps import recall, update, update_fused
 from baton.kernels.cpu.simd import CHUNKS, LANES, chunks_at_once, products, transpose
 
 Random = np.random.Generator
@@ -72,3 +73,36 @@ def test_blocks_are_transposed_exactly(dtype: Any) -> None:
     assert np.array_equal(out[:, LANES : 2 * LANES].view(np.uint32), bits)
     assert not out[:, :LANES].any()
     assert not out[:, 2 * LANES :].any()
+
+
+@numba.njit
+def _scan_step(fused: Any, state: Any, width: Any, size: Any, decays: Any, keys: Any, x: Any, sums: Any) -> None:
+    if fused:
+        update_fused(state, width, size, decays, 4, x, keys, keys, sums)
+    else:
+        recall(state, width, size, decays, 4, keys, x)
+        update(state, width, size, decays, 4, x, keys, keys, sums)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_columns_of_a_state_have_the_same_bits_alone(fused: bool) -> None:
+    random, width, size = np.random.default_rng(0), 37, 5 * LANES
+    state, x, sums = (random.standard_normal((n, size), dtype=np.float32) for n in (width, 1, 1))
+    decays, keys = random.random(width, dtype=np.float32), random.standard_normal(width, dtype=np.float32)
+
+    def step(columns: slice) -> list[np.ndarray]:
+        parts = [part[:, columns].copy() for part in (state, x, sums)]
+        places = [part.ctypes.data for part in parts]
+        _scan_step(fused, places[0], width, parts[0].shape[1], decays.ctypes.data, keys.ctypes.data, *places[1:])
+        return parts
+
+    together = step(slice(None))
+    for first in range(0, size, LANES):
+        alone = step(slice(first, first + LANES))
+        for some, part in zip(alone, together, strict=True):
+            assert np.array_equal(some.view(np.int32), part[:, first : first + LANES].copy().view(np.int32))
+    after = state.astype(np.float64) * decays[:, None] + keys[:, None] * together[1].astype(np.float64)
+    np.testing.assert_allclose(together[0], after, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(together[2], sums + keys @ after, rtol=1e-4, atol=1e-4)
+    if not fused:
+        np.testing.assert_allclose(together[1][0], (keys * decays) @ state.astype(np.float64), rtol=1e-4, atol=1e-4)

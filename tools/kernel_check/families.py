@@ -431,7 +431,7 @@ def _passes_of_drafts(random: Random, layers: LayerKind, shape: tuple[int, int, 
 
 def states(random: Random) -> None:
     """Convolution, scan and gated norms of Mamba-2."""
-    groups, size, width = int(random.integers(1, 3)), int(random.integers(1, 20)), int(random.integers(1, 20))
+    groups, size, width = (int(random.integers(1, most)) for most in (3, 90, 20))
     heads, taps, dtype = groups * int(random.integers(1, 4)), int(random.integers(2, 5)), _dtype(random)
     counts = [int(random.integers(1, 12)) for _ in range(int(random.integers(1, 4)))]
     starts = np.cumsum([0, *counts]).astype(np.int32)
@@ -515,7 +515,7 @@ def deltas(random: Random) -> None:
     """Recurrence and gated norms of gated delta nets, with a decay for each head or for each channel of its key. For
     the convolution see `states`."""
     key_heads, each, dtype = int(random.integers(1, 3)), int(random.integers(1, 4)), _dtype(random)
-    size, width, heads = int(random.integers(1, 20)), int(random.integers(1, 20)), key_heads * each
+    size, width, heads = int(random.integers(1, 90)), int(random.integers(1, 20)), key_heads * each
     counts = [int(random.integers(1, 12)) for _ in range(int(random.integers(1, 4)))]
     starts = np.cumsum([0, *counts]).astype(np.int32)
     total, inner, keys = int(starts[-1]), heads * size, key_heads * width

@@ -57,7 +57,7 @@ def _multiply_pairs(num_rows: int, left: Any, row_bytes: int, right: Any, steps:
 def _add_own(
     row: int, first: Any, last: Any, scores: Any, values: Any, factors: Any, out: Any, width: int
 ) -> None:  # fmt: skip
-    """Add tokens [first, last) of the tile for one vector, of scratch row `row`, to its sums at `out`."""
+    """Add tokens [first, last) of the tile for the vector of scratch row `row`, to its sums at `out`."""
     score_bytes, value_bytes = F32_BYTES * TILE, F32_BYTES * width
     multiply(
         1, scores + row * score_bytes + first * F32_BYTES, score_bytes, values + first * value_bytes, value_bytes,
@@ -74,7 +74,7 @@ def attend_tile(
 
     `seen` int64 [N]: the vectors' positions; each sees the last `window` tokens up to its own (0: all). queries [N, D],
     keys [D, 64] and values [64, P] are float32. Scratch space: `scores` [4, 64], `factors` [4], `edges` int64 [2, 4].
-    Tokens that a vector does not see do not reach its sums, even if they are not finite. `pairs` [N, D], or [0, D]:
+    Tokens that a vector does not see do not reach its sums. `pairs` [N, D], or [0, D]:
     bfloat16 to use instead of `queries`; scores are then multiplied by `scale`, and keys are bfloat16 [D / 2, 64, 2].
     """
     count, size, padded = queries.shape[0], queries.shape[1], values.shape[1]

@@ -26,19 +26,21 @@ def convolve(rows: Any, first: Any, state: Any, weight: Any, bias: Any, query_st
     for r in range(len(query_start) - 1):
         begin = query_start[r]
         for t in range(begin, query_start[r + 1]):
+            sums = out[t]
             for c in range(channels):
-                out[t, c] = bias[c]
+                sums[c] = bias[c]
             for k in range(taps):
                 source = t - (taps - 1) + k
                 if source >= begin:
+                    row = rows[source, first : first + channels]
                     for c in range(channels):
-                        out[t, c] += weight[k, c] * to_f32(rows[source, first + c])
+                        sums[c] += weight[k, c] * to_f32(row[c])
                 else:
                     column = source - begin + taps - 1
                     for c in range(channels):
-                        out[t, c] += weight[k, c] * to_f32(state[r, c, column])
+                        sums[c] += weight[k, c] * to_f32(state[r, c, column])
             for c in range(channels):
-                out[t, c] = out[t, c] / (_ONE + exp32(-out[t, c]))
+                sums[c] = sums[c] / (_ONE + exp32(-sums[c]))
 
 
 @jit_contract

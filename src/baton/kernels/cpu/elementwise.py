@@ -1,7 +1,7 @@
 """Batch-invariant CPU kernels between a layer's matrix products: norms, rotary embedding, gated activations.
 
 PyTorch's vectorised loops finish the last few elements with scalar code whose `exp` rounds differently, so a row's SiLU
-depends on the number of rows. Here scalar and vector code give the same bits.
+depends on the number of rows.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def gate_row(element: Any, gates_at: Any, ups_at: Any, width: Any, out_at: Any) 
     for at in range(0, (width - width % LANES) * size, LANES * size):
         silu_times(element, gates_at + at, ups_at + at, out_at + at)
     if width % LANES:
-        # The last vector overlaps the one before instead of scalar code: rounding must not depend on a number's column,
-        # since tensor ranks cut rows at different columns.
+        # The last vector overlaps the one before: rounding must not depend on a number's column, since tensor ranks cut
+        # rows anywhere.
         at = (width - LANES) * size
         silu_times(element, gates_at + at, ups_at + at, out_at + at)
 

@@ -12,8 +12,10 @@ import numpy as np
 
 from baton.kernels.cpu.jit_cache import jit_contract
 from baton.kernels.cpu.scalar import exp32, from_f32, softplus32, to_f32
+from baton.kernels.cpu.scan_steps import recall, update
+from baton.kernels.cpu.simd import LANES
 
-_ONE = np.float32(1.0)
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 # Of the L2 norm of queries and keys, as in transformers.
 _EPS = np.float32(1e-6)
 
@@ -26,6 +28,29 @@ def _scale_to(length: Any, row: Any, start: int, out: Any) -> None:
     factor = length / np.sqrt(total)
     for n in range(len(out)):
         out[n] = row[start + n] * factor
+
+
+@jit_contract
+def _step(s: Any, decays: Any, k: Any, v: Any, beta: Any, q: Any, u: Any, o: Any) -> None:
+    """A row of `scan`. `decays` [1 or K]; `u` [V] is scratch space."""
+    size, width, per_key = len(u), len(k), 4 if len(decays) > 1 else 0
+    state_at, decays_at, k_at = np.int64(s.ctypes.data), np.int64(decays.ctypes.data), np.int64(k.ctypes.data)
+    q_at, u_at, o_at = np.int64(q.ctypes.data), np.int64(u.ctypes.data), np.int64(o.ctypes.data)
+    rest = size - size % LANES
+    recall(state_at, width, size, decays_at, per_key, k_at, u_at)
+    for p in range(rest, size):
+        u[p] = _ZERO
+        for n in range(width):
+            u[p] += s[n * size + p] * decays[min(n, len(decays) - 1)] * k[n]
+    for p in range(size):
+        u[p] = (v[p] - u[p]) * beta
+        o[p] = _ZERO
+    update(state_at, width, size, decays_at, per_key, u_at, k_at, q_at, o_at)
+    for p in range(rest, size):
+        for n in range(width):
+            decayed = s[n * size + p] * decays[min(n, len(decays) - 1)]
+            s[n * size + p] = decayed + u[p] * k[n]
+            o[p] += s[n * size + p] * q[n]
 
 
 @jit_contract
@@ -65,23 +90,7 @@ def scan(
                     at = h * num_decays + n
                     dt = softplus32(to_f32(rows[t, first + heads + at]) + dt_bias[at])
                     decays[n] = np.float32(math.exp(dt * rate[h]))
-                for p in range(size):
-                    u[p] = np.float32(0.0)
-                    o[p] = np.float32(0.0)
-                for n in range(width):
-                    at, factor, decay = n * size, k[n], decays[min(n, num_decays - 1)]
-                    for p in range(size):
-                        value = s[at + p] * decay
-                        s[at + p] = value
-                        u[p] += value * factor
-                for p in range(size):
-                    u[p] = (mixed[t, v_at + p] - u[p]) * beta
-                for n in range(width):
-                    at, factor, query = n * size, k[n], q[n]
-                    for p in range(size):
-                        value = s[at + p] + u[p] * factor
-                        s[at + p] = value
-                        o[p] += value * query
+                _step(s, decays, k, mixed[t, v_at : v_at + size], beta, q, u, o)
                 for p in range(size):
                     out[t, h * size + p] = o[p]
                 if next_kept < len(kept) and kept[next_kept] == t:

@@ -19,7 +19,7 @@ _ZERO = np.float32(0.0)
 
 @jit_contract
 def _load_keys(plane: Any, pages: Any, base: int, count: int, keys: Any, rows: Any) -> bool:
-    """As float32, transposed. `rows` int64 [16] is scratch space."""
+    """`keys`: [D, 64]. `rows` int64 [16] is scratch space."""
     page_size, size = plane.shape[1], plane.shape[2]
     whole, element = size - size % LANES, plane[0, 0, 0]
     region, keys_at, rows_at = np.int64(plane.ctypes.data), np.int64(keys.ctypes.data), np.int64(rows.ctypes.data)
@@ -42,7 +42,7 @@ def _load_keys(plane: Any, pages: Any, base: int, count: int, keys: Any, rows: A
 
 @jit_contract
 def _score_tile(queries: Any, weights: Any, keys: Any, dots: Any, sums: Any) -> None:
-    """Scores of a row for `keys` [D, 64]. `dots` [4, 64] is scratch space."""
+    """Of a row, for `keys` [D, 64]. `dots` [4, 64] is scratch space."""
     heads, size = queries.shape
     queries_at, keys_at = np.int64(queries.ctypes.data), np.int64(keys.ctypes.data)
     dots_at = np.int64(dots.ctypes.data)

@@ -1,7 +1,7 @@
 """CPU kernels of Mamba-2: selective scan and gated norm, row by row. For the convolution see `causal_conv`.
 
-Neither other rows nor chunks change a bit. This is also faster than the usual chunks of matrix products: a head's state
-stays in the L1 cache.
+Neither other rows nor chunks change a bit. This is also faster than chunks of matrix products: a head's state stays in
+the L1 cache.
 
 Shapes: T rows of R requests, H heads of P channels, N state numbers per channel.
 """
@@ -15,8 +15,23 @@ import numpy as np
 
 from baton.kernels.cpu.jit_cache import jit_contract
 from baton.kernels.cpu.scalar import exp32, from_f32, softplus32, to_f32
+from baton.kernels.cpu.scan_steps import update_fused
+from baton.kernels.cpu.simd import LANES
 
 _ONE = np.float32(1.0)
+
+
+@jit_contract
+def _step(s: Any, decay: Any, x: Any, b: Any, c: Any, y: Any) -> None:
+    size, width = len(x), len(b)
+    state_at, decay_at, x_at = np.int64(s.ctypes.data), np.int64(decay.ctypes.data), np.int64(x.ctypes.data)
+    b_at, c_at, y_at = np.int64(b.ctypes.data), np.int64(c.ctypes.data), np.int64(y.ctypes.data)
+    update_fused(state_at, width, size, decay_at, 0, x_at, b_at, c_at, y_at)
+    for n in range(width if size % LANES else 0):
+        for p in range(size - size % LANES, size):
+            value = s[n * size + p] * decay[0] + b[n] * x[p]
+            s[n * size + p] = value
+            y[p] += value * c[n]
 
 
 @jit_contract
@@ -33,7 +48,7 @@ def scan(
     heads = len(rate)
     size = out.shape[1] // heads
     width = state.shape[2] // size
-    x_scaled, y = np.empty(size, np.float32), np.empty(size, np.float32)
+    x_scaled, y, decay = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(1, np.float32)
     first_kept = 0
     for r in range(len(query_start) - 1):
         begin, stop = query_start[r], query_start[r + 1]
@@ -45,17 +60,12 @@ def scan(
             next_kept = first_kept
             for t in range(begin, stop):
                 dt = softplus32(to_f32(rows[t, first + h]) + dt_bias[h])
-                decay = np.float32(math.exp(dt * rate[h]))
+                decay[0] = np.float32(math.exp(dt * rate[h]))
                 for p in range(size):
                     x = mixed[t, h * size + p]
                     x_scaled[p] = x * dt
                     y[p] = x * skip[h]
-                for n in range(width):
-                    b, c, at = mixed[t, b_at + n], mixed[t, c_at + n], n * size
-                    for p in range(size):
-                        value = s[at + p] * decay + b * x_scaled[p]
-                        s[at + p] = value
-                        y[p] += value * c
+                _step(s, decay, x_scaled, mixed[t, b_at : b_at + width], mixed[t, c_at : c_at + width], y)
                 for p in range(size):
                     out[t, h * size + p] = y[p]
                 if next_kept < len(kept) and kept[next_kept] == t:

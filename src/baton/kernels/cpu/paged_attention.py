@@ -1,8 +1,8 @@
 """CPU kernels of paged attention, batch-invariant.
 
 Tiles of 64 keys at ABSOLUTE positions go through `attention_tile`. For one row and head, the sequence of floating-point
-operations depends only on its position, its window and the head size: not on the other rows, the prefill chunk, the
-page size or the order of pages. Rows, and the query heads of one KV head, share a loaded tile.
+operations depends only on its position, its window and the head size. Rows, and the query heads of one KV head, share a
+loaded tile.
 
 No kernel is a closure over another: each process would compile it anew.
 """
@@ -24,7 +24,7 @@ from baton.kernels.cpu.simd import LANES, touch, transpose, widen
 # Query vectors that share one load of a tile: they fit in a core's cache.
 _QUERY_VECTORS = 128
 _LINE = 64
-# Bytes read ahead at once. They fit in a core's cache until all heads have used them.
+# Bytes read ahead at once, which a core's cache keeps until all heads have used them.
 _READ_AHEAD_BYTES = 1 << 18
 # With this many requests, threads share the work well without splitting a request's heads.
 _MIN_REQUESTS = 4
@@ -147,8 +147,7 @@ def _load_tile(
 
 @jit
 def _read_ahead(kv: Any, layer: int, head: int, num_heads: int, pages: Any, first: int, last: int) -> None:
-    """Bring tokens [first, last) of `num_heads` heads into this core's cache: contiguous bytes come several times
-    faster."""
+    """Bring tokens [first, last) of `num_heads` heads into this core's cache: contiguous bytes come faster."""
     page_size = kv.shape[3]
     token = first
     while token < last:
@@ -228,8 +227,8 @@ def attend_pieces(
     and whether all page ids were good; a bad one ends it."""
     num_requests, num_rows, heads = len(query_start) - 1, len(positions), kv.shape[4]
     step = max(1, _QUERY_VECTORS // group)
-    # Later rows see more keys: longest pieces first, so that threads finish together. The heads of a few rows are one
-    # piece, since their keys and values are contiguous; with few requests, threads share the heads.
+    # Longest pieces first, so that threads finish together. The heads of a few rows are one piece, since their keys and
+    # values are contiguous; with few requests, threads share the heads.
     heads_per_piece = heads if num_requests >= _MIN_REQUESTS and num_rows < 2 * num_requests else 1
     mine, number, taken, is_valid = take(counter), 0, 0, True
     for r in range(num_requests - 1, -1, -1):

@@ -1,7 +1,7 @@
-"""SIMD intrinsics on vectors of 16 floats for Numba kernels, for loops that LLVM's vectorizer does not handle well.
+"""SIMD intrinsics on vectors of 16 floats, for loops that LLVM's vectorizer does not handle well.
 
 Each function is an instruction sequence over addresses, in one fixed order and with explicit fused multiply-adds: the
-same bits on every CPU, whatever the width of the registers.
+same bits on every CPU, whatever its registers.
 """
 
 from __future__ import annotations
@@ -188,10 +188,10 @@ def prefetch(builder: Any, address: Any, num_bytes: int) -> None:
 
 
 def _touched(typing_context: Any, address: Any) -> Any:
-    """Read the 8 bytes around this address. CPUs drop a prefetch instruction when it matters most."""
+    """Read the 8 bytes around this address. CPUs drop prefetches when it matters most."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        # Atomic, since the compiler would remove an unused plain read.
+        # Atomic: an unused plain read would be removed.
         aligned = builder.and_(args[0], ir.Constant(_I64, -8))
         builder.load_atomic(builder.inttoptr(aligned, _I64.as_pointer()), "monotonic", 8)
         return context.get_dummy_value()
