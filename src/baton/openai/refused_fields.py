@@ -6,7 +6,7 @@ Those of `CompletionRequest` and `ChatRequest` are supported; others, if their v
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -80,6 +80,7 @@ REFUSED = {name: Refused(why, neutral) for why, neutral, names in _UNSERVED for 
 # Clients of other servers control a handoff with these: only null is accepted.
 FORBIDDEN = {"kv_transfer_params", "ec_transfer_params", "disaggregated_params", "handoff", "ticket"}
 FORBIDDEN |= {"bootstrap_host", "bootstrap_port", "bootstrap_room", "remote_host", "remote_port"}
+_NAMES = REFUSED.keys() | FORBIDDEN
 
 
 def is_empty(field: msgspec.Raw) -> bool:
@@ -88,13 +89,14 @@ def is_empty(field: msgspec.Raw) -> bool:
     return raw[0] in b"[{" and len(raw) <= _MAX_NEUTRAL_BYTES and not msgspec.json.decode(raw)
 
 
-def refuse_unserved(fields: Mapping[str, msgspec.Raw], also: Mapping[str, Refused] = NOTHING_ELSE) -> None:
-    """Raise `RequestError` for an unsupported value. `also`: more refused fields."""
-    for name, field in fields.items():
+def refuse_unserved(
+    fields: Mapping[str, msgspec.Raw], also: Mapping[str, Refused] = NOTHING_ELSE, served: Collection[str] = ()
+) -> None:
+    """Raise `RequestError` for unsupported values. `also`: refused too; `served`: not."""
+    asked = fields.keys()
+    for name in (asked & _NAMES | asked & also.keys()).difference(served):
         refused = also.get(name) or REFUSED.get(name)
-        if refused is None and name not in FORBIDDEN:
-            continue
-        raw = memoryview(field)
+        raw = memoryview(fields[name])
         value = msgspec.json.decode(raw) if len(raw) <= _MAX_NEUTRAL_BYTES else raw
         if value is None:
             continue

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from baton.text.tokenizer import Tokenizer
 
+_UTF8 = codecs.getincrementaldecoder("utf-8")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MAX_WINDOW_TOKENS = 32
 _CONTEXT_TOKENS = 6  # the window starts before any character that the prompt left incomplete
@@ -30,7 +31,7 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._spelling = tokenizer.spelling
         self._hidden = tokenizer.special_ids - spelt if skip_special_tokens else frozenset[int]()
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8 = _UTF8("replace")
         self._in_bytes = False
         context = [i for i in prompt_ids[-4 * _CONTEXT_TOKENS :] if i not in self._hidden]
         self._window = context[-_CONTEXT_TOKENS:]
@@ -112,7 +113,7 @@ class IncrementalDetokenizer:
         """`text` without an incomplete last character (decoded as one U+FFFD)."""
         if not self._spelling.mixed or not text.endswith(_REPLACEMENT):
             return text
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder = _UTF8("replace")
         decoder.decode(b"".join(map(self._spelling.token_bytes, self._window)))
         return text[:-1] if decoder.getstate()[0] else text
 

@@ -144,7 +144,7 @@ def prefix_digest(prompt_token_ids: Sequence[int], cache_salt: str | None) -> by
 def sign_ticket(key: bytes, ticket: Ticket) -> str:
     """Equal tickets under one key give equal strings."""
     body = msgspec.msgpack.encode({name: getattr(ticket, name) for name in Ticket.__struct_fields__})
-    signed = body + hmac.new(key, _CONTEXT + body, hashlib.sha256).digest()
+    signed = body + hmac.digest(key, _CONTEXT + body, "sha256")
     return base64.urlsafe_b64encode(signed).rstrip(b"=").decode("ascii")
 
 
@@ -162,7 +162,7 @@ def verify_ticket(key: bytes, text: str, role: LegRole, now: float) -> SignedTic
     except (UnicodeEncodeError, binascii.Error) as error:
         raise ProtocolError("ticket is not base64url") from error
     body, mac = signed[:-_MAC_BYTES], signed[-_MAC_BYTES:]
-    if not hmac.compare_digest(mac, hmac.new(key, _CONTEXT + body, hashlib.sha256).digest()):
+    if not hmac.compare_digest(mac, hmac.digest(key, _CONTEXT + body, "sha256")):
         raise ProtocolError("ticket signature does not match")
     try:
         ticket = _decoder.decode(body)

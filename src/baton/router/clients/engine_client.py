@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, ClassVar, TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -82,6 +83,10 @@ class EngineClient(ABC):
         self._ask_timeout = aiohttp.ClientTimeout(total=timers.answer)
         # Legs may wait long: `info` detects dead engines.
         self._leg_timeout = aiohttp.ClientTimeout(total=None, sock_connect=timers.connect)
+
+    @functools.cached_property
+    def host(self) -> str | None:
+        return urlsplit(self.url).hostname
 
     @abstractmethod
     async def info(self) -> EngineInfo:

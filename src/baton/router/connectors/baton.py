@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit
-
 import aiohttp
 import msgspec
 
@@ -45,7 +43,7 @@ class EngineConnector(Connector):
             )
 
         legs: dict[LegRole, LegSource] = {"prefill": leg("prefill", prefill), "decode": leg("decode", decode)}
-        one_host = urlsplit(prefill.url).hostname == urlsplit(decode.url).hostname
+        one_host = prefill.client.host == decode.client.host
         return Legs(legs, first_token_wait_s=FIRST_TOKEN_WAIT_S if one_host else None)
 
     def _ticket(
