@@ -20,7 +20,7 @@ from random import Random
 from typing import Any
 
 from baton.engine.llm import LLM
-from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
+from baton.kernels.cpu.int8_gemm import HAS_INT8_PRODUCTS
 from baton.sampling_params import SamplingParams
 from benchmarks.smollm2 import QUESTIONS, chat_ids, smollm2
 
@@ -136,8 +136,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS)
     options = parser.parse_args()
-    if not HAS_BF16_PAIRS:
-        raise SystemExit("this CPU has no AVX-512 BF16")
+    if not HAS_INT8_PRODUCTS:
+        raise SystemExit("this CPU has no AVX2")
     model = options.model or str(smollm2())
     settings = {"dtype": "bfloat16", "kv_cache_memory": 1 << 28}
     if set(options.parts) & {"speed", "perplexity"}:

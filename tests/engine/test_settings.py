@@ -21,7 +21,7 @@ from baton.engine.build import build_engine
 from baton.engine.config import EngineConfig, KVTransferConfig, SpeculativeConfig
 from baton.engine.loading.generation_config import GENERATION_FIELDS
 from baton.handoff.protocol.ticket import request_digest
-from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
+from baton.kernels.cpu.int8_gemm import HAS_INT8_PRODUCTS
 from baton.models.loading.checkpoint_digests import _CONFIG_NOISE
 from baton.sampling_params import SamplingParams, StructuredOutputsParams
 from baton.text import Tokenizer
@@ -232,7 +232,7 @@ def known(base: EngineConfig) -> dict[str, str]:
     return told(base)
 
 
-@pytest.mark.skipif(not HAS_BF16_PAIRS, reason="this CPU has no AVX-512 BF16")
+@pytest.mark.skipif(not HAS_INT8_PRODUCTS, reason="this CPU has no AVX2")
 def test_quantised_weights_are_told(base: EngineConfig) -> None:
     wide = replace(base, dtype="bfloat16")
     assert changed(told(wide), told(replace(wide, quantization="int8"))) == {"model.quantization", "numerics.probe"}

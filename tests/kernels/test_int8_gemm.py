@@ -1,4 +1,4 @@
-"""Products with int8 weights: the rounded weight's, with the same bits in every batch."""
+"""Products with int8 weights: the rounded weight's, with the same bits in every batch and on every CPU."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from baton.kernels.cpu.int8_gemm import HAS_INT8_PRODUCTS, Int8Weight
 from baton.models.layers.linear import Build, Linear
 from baton.models.loading.dtypes import check_quantization
 from baton.models.loading.loader import load_model
-from testkit.int8 import kept_rows, kept_weight
+from testkit.int8 import PATHS, exact_products, kept_rows, multiply_on
 
-pytestmark = pytest.mark.skipif(not HAS_INT8_PRODUCTS, reason="this CPU has no AVX-512 BF16 and VNNI")
+pytestmark = pytest.mark.skipif(not HAS_INT8_PRODUCTS, reason="this CPU has no AVX2")
 DEMO = "models/baton-demo-llama"
 
 
@@ -27,13 +27,30 @@ def test_rows_of_any_batch_are_the_rounded_weights_products(outputs: int, column
     weight, x, bias = normal(outputs, columns), normal(25, columns), normal(outputs) if has_bias else None
     one = Int8Weight(weight)
     whole = one.multiply(x, bias)
-    expected = kept_rows(x) @ kept_weight(weight).T + (0 if bias is None else bias.double())
-    torch.testing.assert_close(whole.double(), expected, rtol=2**-7, atol=2**-9)
+    assert torch.equal(whole, exact_products(x, weight, bias))
     assert [
         height
         for height in (1, 2, 3, 4, 6, 11, 12, 13)
         if not torch.equal(torch.cat([one.multiply(part, bias) for part in x.split(height)]), whole)
     ] == []
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("outputs", "columns"), [(64, 64), (128, 576), (192, 100), (100, 33)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_every_path_has_the_bits_of_exact_sums(path: str, outputs: int, columns: int, has_bias: bool) -> None:
+    weight, x, bias = normal(outputs, columns), normal(13, columns), normal(outputs) if has_bias else None
+    expected = exact_products(x, weight, bias)
+    for num_rows in (1, 2, 3, 4, 5, 6, 13):
+        assert torch.equal(multiply_on(PATHS[path], x[:num_rows], weight, bias), expected[:num_rows]), num_rows
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_largest_numbers_do_not_overflow(path: str) -> None:
+    signs = torch.ones(4, 128).bfloat16()
+    signs[1], signs[2, ::2], signs[3, 64:] = -1, -1, -1
+    x, weight = 1.9921875 * signs, 127 * signs.repeat(16, 1)
+    assert torch.equal(multiply_on(PATHS[path], x, weight, None), (x.double() @ weight.double().T).bfloat16())
 
 
 def test_a_weight_is_kept_within_half_a_step_of_its_group_and_zeros_stay() -> None:
@@ -78,5 +95,5 @@ def test_a_layer_keeps_no_other_copy_of_its_weight() -> None:
 def test_int8_is_refused_for_other_dtypes_and_cpus() -> None:
     with pytest.raises(ConfigError, match="dtype: must be bfloat16 with quantization int8, is float32"):
         load_model(DEMO, "float32", quantization="int8")
-    with pytest.raises(ConfigError, match="quantization: int8 needs a CPU with AVX-512 BF16 and VNNI"):
+    with pytest.raises(ConfigError, match="quantization: int8 needs a CPU with AVX2"):
         check_quantization("int8", torch.bfloat16, has_products=False)

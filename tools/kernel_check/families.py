@@ -19,9 +19,10 @@ from baton.drafters.eagle3 import Eagle3
 from baton.engine.attention.base import AttnBatch, AttnRows
 from baton.engine.attention.latent_cpu import attend_latents
 from baton.engine.attention.registry import get_backend
-from baton.kernels.cpu import causal_conv, elementwise, gated_delta, int8_gemm, mamba2, small_gemm, wide_gemm
+from baton.kernels.cpu import causal_conv, elementwise, gated_delta, mamba2, small_gemm, wide_gemm
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
 from baton.kernels.cpu.index_scores import score
+from baton.kernels.cpu.int8_gemm import HAS_INT8_PRODUCTS, Int8Weight
 from baton.kernels.cpu.scalar import as_array
 from baton.kv.geometry import CopyList
 from baton.models.fused_head import FusedHead
@@ -31,7 +32,7 @@ from baton.models.layers.linear import Build, Linear
 from baton.models.layers.rotary import Rotary
 from baton.transports.copying import copy_runs
 from testkit.heads import HeadKind, make_batch, make_head, one_by_one
-from testkit.int8 import kept_rows, kept_weight
+from testkit.int8 import PATHS, kept_rows, kept_weight, multiply_on
 from testkit.layers import HAS_OWN_PRODUCTS, ROPE, LayerKind, PagedRequests, make_layers, usual_quantization
 
 Random = np.random.Generator
@@ -305,25 +306,27 @@ def products(random: Random) -> None:
 
 
 def int8(random: Random) -> None:
-    """Rows of bfloat16 times int8 weights, beside rows that are not finite."""
+    """Rows of bfloat16 times int8 weights, beside rows that are not finite, on every path."""
     count, outputs, columns = int(random.integers(1, 40)), int(random.integers(1, 200)), int(random.integers(1, 700))
     x, weight = (_normal(random, n, columns, dtype=torch.bfloat16) for n in (count, outputs))
     bias = _normal(random, outputs, dtype=torch.bfloat16) if random.random() < 0.5 else None
     if count > 1 and random.random() < 0.3:
         x[-1] = math.nan
     with guard:
-        made = int8_gemm.Int8Weight(weight).multiply(x, bias)
+        made = [Int8Weight(weight).multiply(x, bias)]
+        made += [multiply_on(path, x, weight, bias) for path in PATHS.values()]
     rows, rounded = kept_rows(x), kept_weight(weight)
     expected = rows @ rounded.T
     if bias is not None:
         expected += bias.double()
     magnitude = rows.abs() @ rounded.abs().T
     fine = ~expected.isnan().any(dim=1)
-    _compare(made[fine], expected[fine], torch.bfloat16, magnitude[fine], columns)
+    for out in made:
+        _compare(out[fine], expected[fine], torch.bfloat16, magnitude[fine], columns)
 
 
 def _quantization(random: Random) -> str | None:
-    return "int8" if int8_gemm.HAS_INT8_PRODUCTS and random.random() < 0.3 else usual_quantization()
+    return "int8" if HAS_INT8_PRODUCTS and random.random() < 0.3 else usual_quantization()
 
 
 def layers(random: Random) -> None:
@@ -610,5 +613,5 @@ FAMILIES: dict[str, Callable[[Random], None]] = {
     "deltas": deltas,
     "copies": copies,
     **({"products": products, "layers": layers, "likeliest": likeliest, "drafts": drafts} if HAS_OWN_PRODUCTS else {}),
-    **({"int8": int8} if int8_gemm.HAS_INT8_PRODUCTS else {}),
+    **({"int8": int8} if HAS_INT8_PRODUCTS else {}),
 }

@@ -1,4 +1,4 @@
-"""Rows of bfloat16 as whole numbers of 15 bits, 128 * high + low bytes, in groups of columns.
+"""Rows of bfloat16 as whole numbers of 15 bits (in 16, or 128 * high + low bytes), in groups of columns.
 
 Each is a multiple of 2^-13 of the power of two below its group's largest magnitude. From 1/64 of it on they are exact.
 """
@@ -21,7 +21,7 @@ from baton.kernels.cpu.simd import CHUNKS, LANES, folded, load_widened, splat, s
 GROUP = CHUNKS * LANES
 # Per piece of work.
 _ROWS_AT_ONCE = 16
-# After high and low bytes: float32, and minus their sum in int32.
+# After the numbers: float32, and minus their sum in int32.
 SCALE_AT = 2 * GROUP
 SUM_AT = SCALE_AT + 4
 GROUP_BYTES = SUM_AT + 4
@@ -29,6 +29,7 @@ GROUP_BYTES = SUM_AT + 4
 _LEAST_EXPONENT, _INFINITE, _NAN = 14, 0xFF, 0x7FC00000
 _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _BYTES, _WORDS = ir.VectorType(_I8, LANES), ir.VectorType(_I32, LANES)
+_SHORTS = ir.VectorType(ir.IntType(16), LANES)
 
 
 def _words(builder: Any, number: int) -> Any:
@@ -43,11 +44,22 @@ def _larger(builder: Any, a: Any, b: Any, order: str = ">") -> Any:
     return builder.select(builder.icmp_signed(order, a, b), a, b)
 
 
-def _narrowed(typing_context: Any, source: Any, destination: Any) -> Any:
-    """64 bfloat16 at `source`, which may be `destination`. If one is not finite, the scale is NaN."""
+def _store_bytes(builder: Any, number: Any, destination: Any, offset: int) -> None:
+    high = builder.ashr(builder.add(number, _words(builder, 64)), _words(builder, 7))
+    high = _larger(builder, high, _words(builder, 127), "<")
+    low = builder.sub(number, builder.shl(high, _words(builder, 7)))
+    store(builder, builder.trunc(high, _BYTES), destination, offset)
+    store(builder, builder.trunc(low, _BYTES), destination, GROUP + offset)
+
+
+def _narrowed(typing_context: Any, in_bytes: Any, source: Any, destination: Any) -> Any:
+    """64 bfloat16 at `source`, which may be `destination`. If one is not finite, the scale is NaN.
+
+    `in_bytes` (a literal): high bytes, then low ones; 0: 16 bits.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        source, destination = args
+        _, source, destination = args
         wide = [load_widened(builder, builder.add(source, ir.Constant(_I64, 32 * i)), 2) for i in range(CHUNKS)]
         peak = _words(builder, 0)
         for vector in wide:
@@ -62,11 +74,10 @@ def _narrowed(typing_context: Any, source: Any, destination: Any) -> Any:
         for i, vector in enumerate(wide):
             shifted = builder.bitcast(builder.fadd(builder.fmul(vector, factor), magic), _WORDS)
             number = builder.sub(shifted, builder.bitcast(magic, _WORDS))
-            high = builder.ashr(builder.add(number, _words(builder, 64)), _words(builder, 7))
-            high = _larger(builder, high, _words(builder, 127), "<")
-            low = builder.sub(number, builder.shl(high, _words(builder, 7)))
-            store(builder, builder.trunc(high, _BYTES), destination, LANES * i)
-            store(builder, builder.trunc(low, _BYTES), destination, GROUP + LANES * i)
+            if in_bytes.literal_value:
+                _store_bytes(builder, number, destination, LANES * i)
+            else:
+                store(builder, builder.trunc(number, _SHORTS), destination, 2 * LANES * i)
             total = builder.sub(total, number)
         scale = _float(builder, builder.sub(exponent, ir.Constant(_I32, 13)))
         nan = builder.bitcast(ir.Constant(_I32, _NAN), ir.FloatType())
@@ -75,10 +86,10 @@ def _narrowed(typing_context: Any, source: Any, destination: Any) -> Any:
         store(builder, total, destination, SUM_AT)
         return context.get_dummy_value()
 
-    return numba.void(numba.int64, numba.int64), generate
+    return numba.void(in_bytes, numba.int64, numba.int64), generate
 
 
-_narrow = cast(Callable[[Any, Any], None], intrinsic(_narrowed))
+_narrow = cast(Callable[..., None], intrinsic(prefer_literal=True)(_narrowed))
 
 
 @jit
@@ -87,17 +98,25 @@ def groups_of(columns: int) -> int:
 
 
 @jit
-def _narrow_row(x: int, columns: int, to: int) -> None:
+def _narrow_group(in_bytes: bool, source: int, destination: int) -> None:
+    if in_bytes:
+        _narrow(1, source, destination)
+    else:
+        _narrow(0, source, destination)
+
+
+@jit
+def _narrow_row(x: int, columns: int, to: int, in_bytes: bool) -> None:
     """Missing columns are zeros."""
     whole = columns // GROUP
     for g in range(whole):
-        _narrow(x + 2 * GROUP * g, to + GROUP_BYTES * g)
+        _narrow_group(in_bytes, x + 2 * GROUP * g, to + GROUP_BYTES * g)
     if whole * GROUP < columns:
         rest = carray(pointer(x, np.uint16(0)), (columns,))[whole * GROUP :]
         padded = carray(pointer(to + GROUP_BYTES * whole, np.uint16(0)), (GROUP,))
         for i in range(GROUP):
             padded[i] = rest[i] if i < len(rest) else np.uint16(0)
-        _narrow(to + GROUP_BYTES * whole, to + GROUP_BYTES * whole)
+        _narrow_group(in_bytes, to + GROUP_BYTES * whole, to + GROUP_BYTES * whole)
 
 
 @jit
@@ -106,8 +125,8 @@ def num_narrow_pieces(num_rows: int) -> int:
 
 
 @jit
-def narrow_piece(num_rows: int, x: int, columns: int, piece: int, to: int) -> None:
+def narrow_rows(num_rows: int, x: int, columns: int, piece: int, to: int, in_bytes: bool) -> None:
     """A piece of x [T, K]."""
     row_bytes = groups_of(columns) * GROUP_BYTES
     for t in range(piece * _ROWS_AT_ONCE, min((piece + 1) * _ROWS_AT_ONCE, num_rows)):
-        _narrow_row(x + 2 * columns * t, columns, to + row_bytes * t)
+        _narrow_row(x + 2 * columns * t, columns, to + row_bytes * t, in_bytes)

@@ -46,8 +46,8 @@ def _span_products(
     """out [num_rows, 16 * num_chunks] = sum over `steps` pairs of left [row, pair] * right [pair], plus bias.
 
     `left`, `right`, `bias` (0: none) and `out` are addresses of bfloat16; `row_bytes` and `out_bytes` are row strides.
-    Each span of `span` pairs is summed in order, in float32; the sums of spans are added in order and rounded once.
-    `num_rows` and `num_chunks` are literals.
+    Spans of `span` pairs, and then their sums, are summed in order in float32, and rounded once. `num_rows` and
+    `num_chunks` are literals.
     """
     rows, chunks = num_rows.literal_value, num_chunks.literal_value
 

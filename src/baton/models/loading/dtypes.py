@@ -29,7 +29,7 @@ def check_quantization(quantization: str, dtype: torch.dtype, has_products: bool
     if dtype is not torch.bfloat16:
         raise ConfigError("dtype", f"must be bfloat16 with quantization {quantization}, is {dtype_name(dtype)}")
     if not has_products:
-        raise ConfigError("quantization", f"{quantization} needs a CPU with AVX-512 BF16 and VNNI; this one lacks them")
+        raise ConfigError("quantization", f"{quantization} needs a CPU with AVX2")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
