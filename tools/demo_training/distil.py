@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, PreTrainedModel
 
 from .heads import EAGLE, EAGLE3, Head, draft_ids, look, stored_fields, unroll
-from .target import TokenStream, cosine_rate, descend, generate_rows, make_optimizers, set_rate
+from .target import TokenStream, cosine_rate, descend, fast_products, generate_rows, make_optimizers, set_rate
 from .vocabulary import write_json, write_tensors
 
 H = TypeVar("H", bound=nn.Module)
@@ -111,7 +111,7 @@ def train_head(
         else:
             own = generated[torch.from_numpy(rng.integers(0, len(generated), rows - rows // 4))]
             batch = torch.cat([own, stream.batch(rng, rows // 4, GENERATED_LENGTH)])
-        with torch.autocast(target.device.type, torch.bfloat16):
+        with fast_products(target.device):
             loss = loss_of(head, target, batch.to(target.device))
         descend(head, optimizers, loss)
         if step % 50 == 0 or step == steps - 1:

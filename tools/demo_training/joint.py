@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .experts import Balance
-from .target import TokenStream, descend, make_optimizers, set_rate
+from .target import TokenStream, descend, fast_products, make_optimizers, set_rate
 
 MTP_WEIGHT = 0.3  # as DeepSeek-V3 for most of its training
 BALANCE_RATE = 5e-3  # at the first step; it falls with the learning rate
@@ -61,7 +61,7 @@ def train_joint(
 ) -> tuple[int, float]:
     """Train `target` and `mtp` in place, from their present weights or from those in the file `state`.
 
-    Weights and optimizer state are fp32, matrix products bf16. Returns the number of steps and the CPU seconds.
+    Weights and optimizer state are fp32; products: `fast_products`. Returns the number of steps and the CPU seconds.
     """
     device = next(models.parameters()).device
     optimizers = make_optimizers(models)
@@ -88,7 +88,7 @@ def train_joint(
         set_rate(optimizers, schedule.peak_rate * rate)
         rows, length = (schedule.rows // 4, 1024) if step % 8 == 7 else (schedule.rows, 256)
         batch = stream.batch(np.random.default_rng((schedule.seed, step)), rows, length).to(device)
-        with torch.autocast(device.type, torch.bfloat16):
+        with fast_products(device):
             main, later = joint_loss(models, batch)
         descend(models, optimizers, main + MTP_WEIGHT * later)
         if step % 20 == 0:
