@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.kernels.cpu.int8_avx2 import AVX2
-from baton.kernels.cpu.int8_products import Int8Path
-from baton.kernels.cpu.int8_rows import GROUP, GROUP_BYTES, num_narrow_pieces
-from baton.kernels.cpu.int8_vnni import VNNI
+from baton.kernels.cpu.gemm.int8_avx2 import AVX2
+from baton.kernels.cpu.gemm.int8_products import Int8Path
+from baton.kernels.cpu.gemm.int8_rows import GROUP, GROUP_BYTES, num_narrow_pieces
+from baton.kernels.cpu.gemm.int8_vnni import VNNI
+from baton.kernels.cpu.gemm.small_gemm import num_pieces, outputs_of
 from baton.kernels.cpu.simd import CHUNKS, LANES
-from baton.kernels.cpu.small_gemm import num_pieces, outputs_of
 
 BLOCK = CHUNKS * LANES
 PATHS = {name: path for name, path in {"avx2": AVX2, "vnni": VNNI}.items() if path.runs_here}

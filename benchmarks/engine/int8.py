@@ -20,7 +20,7 @@ from random import Random
 from typing import Any
 
 from baton.engine.llm import LLM
-from baton.kernels.cpu.int8_gemm import HAS_INT8_PRODUCTS
+from baton.kernels.cpu.gemm.int8_gemm import HAS_INT8_PRODUCTS
 from baton.sampling_params import SamplingParams
 from benchmarks.smollm2 import QUESTIONS, chat_ids, smollm2
 

@@ -2,9 +2,10 @@
 
     python -m benchmarks.vllm.engines MODEL --vllm-python $(python3 tools/install_vllm.py)/bin/python
 
-Both serve the same checkpoint in the same dtype over HTTP. They are measured in turns, with new prompts of random
-tokens, so prefix caches help neither. vLLM waits without spinning (`vllm_servers.ONE_PROCESS`). A ratio is Baton's
-value over vLLM's: the median over rounds, in each of which both sides are measured one after the other.
+Both serve the same checkpoint over HTTP, in the same dtype unless `--vllm-dtype` names another. They are measured in
+turns, with new prompts of random tokens, so prefix caches help neither. vLLM waits without spinning
+(`vllm_servers.ONE_PROCESS`). A ratio is Baton's value over vLLM's: the median over rounds, in each of which both sides
+are measured one after the other.
 """
 
 from __future__ import annotations
@@ -27,8 +28,6 @@ from baton.deployment import Deployment
 from baton.models.loading.config_json import read_config
 from benchmarks.vllm.servers import ONE_PROCESS, ServerConfig, serve
 
-# Servers compile or pack for new shapes, vLLM more than once for one.
-_WARM_UP_ROUNDS = 5
 TIMEOUT = aiohttp.ClientTimeout(total=300)
 Prompt = list[int]
 Figure = Callable[[aiohttp.ClientSession, str, list[Prompt]], Awaitable[float]]
@@ -68,7 +67,7 @@ FIGURES: tuple[tuple[str, Figure, int, int], ...] = (
 )
 
 
-async def measure(baton: str, vllm: str, vocab_size: int, rounds: int, only: str) -> None:
+async def measure(baton: str, vllm: str, vocab_size: int, rounds: int, warm_ups: int, only: str) -> None:
     """Print a line for each figure."""
     source = random.Random(0)
     async with aiohttp.ClientSession(timeout=TIMEOUT, connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -76,7 +75,7 @@ async def measure(baton: str, vllm: str, vocab_size: int, rounds: int, only: str
             if only not in name:
                 continue
             values: dict[str, list[float]] = {baton: [], vllm: []}
-            for number in range(-_WARM_UP_ROUNDS, rounds):
+            for number in range(-warm_ups, rounds):
                 for url in (baton, vllm) if number % 2 else (vllm, baton):
                     prompts = [[source.randrange(3, vocab_size) for _ in range(length)] for _ in range(at_once)]
                     value = await figure(session, url, prompts)
@@ -97,8 +96,10 @@ def main(
     model: str,
     vllm_python: Annotated[str, typer.Option(help="an interpreter that has vLLM")],
     dtype: str = "bfloat16",
+    vllm_dtype: Annotated[str, typer.Option(help="of vLLM, whose bfloat16 is slow without AVX-512")] = "",
     threads: Annotated[int, typer.Option(help="of each server")] = os.cpu_count() or 1,
     rounds: int = 7,
+    warm_ups: Annotated[int, typer.Option(help="rounds before: vLLM compiles more than once for a shape")] = 5,
     only: Annotated[str, typer.Option(help="figures whose names hold this")] = "",
     batch_invariant: bool = False,
 ) -> None:
@@ -107,17 +108,16 @@ def main(
     flags = ["--served-model-name", "demo", "--dtype", dtype, "--max-model-len", "4096"]
     if batch_invariant:
         flags.append("--batch-invariant")
-    theirs = ServerConfig(
-        "vllm", ("--dtype", dtype, "--no-enforce-eager", *ONE_PROCESS), environment={"OMP_NUM_THREADS": str(threads)}
-    )
-    print(f"{model} in {dtype}, {threads} threads of {os.cpu_count()} cores", flush=True)
+    vllm_flags = "--dtype", vllm_dtype or dtype, "--no-enforce-eager", *ONE_PROCESS
+    theirs = ServerConfig("vllm", vllm_flags, environment={"OMP_NUM_THREADS": str(threads)})
+    print(f"{model} in {dtype} ({vllm_flags[1]}), {threads} threads of {os.cpu_count()} cores", flush=True)
     with (
         tempfile.TemporaryDirectory() as folder,
         serve(vllm_python, model, Path(folder), [theirs]) as servers,
         Deployment(model, prefill=0, decode=0, both=1, router=False, engine_flags=flags) as ours,
     ):
         vocab_size = int(read_config(model)["vocab_size"])
-        asyncio.run(measure(ours.engine_urls[0], servers[0].url, vocab_size, rounds, only))
+        asyncio.run(measure(ours.engine_urls[0], servers[0].url, vocab_size, rounds, warm_ups, only))
 
 
 if __name__ == "__main__":

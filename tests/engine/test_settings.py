@@ -21,7 +21,7 @@ from baton.engine.build import build_engine
 from baton.engine.config import EngineConfig, KVTransferConfig, SpeculativeConfig
 from baton.engine.loading.generation_config import GENERATION_FIELDS
 from baton.handoff.protocol.ticket import request_digest
-from baton.kernels.cpu.int8_gemm import HAS_INT8_PRODUCTS
+from baton.kernels.cpu.gemm.int8_gemm import HAS_INT8_PRODUCTS
 from baton.models.loading.checkpoint_digests import _CONFIG_NOISE
 from baton.sampling_params import SamplingParams, StructuredOutputsParams
 from baton.text import Tokenizer

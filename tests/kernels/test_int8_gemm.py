@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from baton.errors import ConfigError
-from baton.kernels.cpu.int8_gemm import HAS_INT8_PRODUCTS, Int8Weight
+from baton.kernels.cpu.gemm.int8_gemm import HAS_INT8_PRODUCTS, Int8Weight
 from baton.models.layers.linear import Build, Linear
 from baton.models.loading.dtypes import check_quantization
 from baton.models.loading.loader import load_model

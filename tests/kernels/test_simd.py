@@ -10,7 +10,8 @@ import pytest
 
 from baton.kernels.cpu.attention_tile import ROW_BLOCK
 from baton.kernels.cpu.scan_steps import recall, update, update_fused
-from baton.kernels.cpu.simd import CHUNKS, LANES, chunks_at_once, products, transpose
+from baton.kernels.cpu.simd import CHUNKS, LANES, chunks_at_once, products
+from baton.kernels.cpu.transposes import transpose
 
 Random = np.random.Generator
 

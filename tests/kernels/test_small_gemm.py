@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.kernels.cpu import small_gemm
+from baton.kernels.cpu.gemm import small_gemm
 from baton.models.layers.linear import Build, Linear, cancelling_operands, packed
 
 pytestmark = pytest.mark.usefixtures("one_thread")

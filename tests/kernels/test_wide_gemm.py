@@ -9,10 +9,12 @@ import sys
 import pytest
 import torch
 
-from baton.kernels.cpu.wide_gemm import WideWeight
+from baton.kernels.cpu.gemm.wide_gemm import WideWeight
 from baton.models.layers.linear import cancelling_operands
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+# Other tiles of registers, and what is left of them.
+HEIGHTS = (1, 2, 3, 5, 8, 13)
 
 
 def _operands(rows: int, outputs: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,7 +37,7 @@ def test_rows_depend_on_no_other_row_and_on_no_thread(outputs: int, columns: int
     if bias is not None:
         expected += bias.double()
     torch.testing.assert_close(whole.double(), expected, rtol=1e-2, atol=1e-3)
-    for height in (1, 2, 3, 5, 8, 13):
+    for height in HEIGHTS:
         rows = [made.multiply(block, bias) for block in torch.split(x[:26], height)]
         assert torch.equal(torch.cat(rows), whole[:26]), height
     torch.set_num_threads(2)
@@ -72,9 +74,11 @@ def test_last_outputs_have_the_bits_of_all() -> None:
     assert torch.equal(made.multiply(x, bias[128:], first=128), made.multiply(x, bias)[:, 128:])
 
 
-_CHOICE = (
-    "from baton.kernels.cpu import bf16_dot, wide_gemm; print(bf16_dot.HAS_BF16_PAIRS, wide_gemm.HAS_WIDE_PRODUCTS)"
-)
+_CHOICE = """
+from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
+from baton.kernels.cpu.gemm.wide_gemm import HAS_WIDE_PRODUCTS
+print(HAS_BF16_PAIRS, HAS_WIDE_PRODUCTS)
+"""
 
 
 @pytest.mark.parametrize(

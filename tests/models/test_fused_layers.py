@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from baton.errors import BatonError
-from baton.kernels.cpu.small_gemm import MAX_ROWS
+from baton.kernels.cpu.gemm.small_gemm import MAX_ROWS
 from baton.models.fused_layers import BLOCK_ROWS, FusedLayers
 from baton.models.layers.decoder_layer import DecoderLayer
 from baton.models.layers.rotary import Rotary

@@ -126,11 +126,17 @@ def copies(source: int, dest: int, nbytes: int, source_region: int = 0, dest_reg
     return CopyList(source_region, dest_region, *columns)
 
 
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two ends are in two processes."""
+    monkeypatch.setattr(cuda_ipc, "_here", Elsewhere())
+
+
 @pytest.mark.parametrize("one_process", [True, False])
 @pytest.mark.parametrize("direction", ["write", "read"])
-def test_copies_just_its_bytes(direction: Direction, one_process: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_just_its_bytes(direction: Direction, one_process: bool, request: pytest.FixtureRequest) -> None:
     if not one_process:
-        monkeypatch.setattr(cuda_ipc, "_here", Elsewhere())
+        request.getfixturevalue("elsewhere")
     near, far, descriptor = two_ends()
     try:
         mine, theirs = (allocation.bytes for allocation in allocations)
@@ -162,10 +168,8 @@ def test_copies_just_its_bytes(direction: Direction, one_process: bool, monkeypa
         (lambda region: "text", "not the metadata"),
     ],
 )
-def test_metadata_that_lies_is_refused(
-    change: Callable[[list[object]], object], match: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cuda_ipc, "_here", Elsewhere())
+@pytest.mark.usefixtures("elsewhere")
+def test_metadata_that_lies_is_refused(change: Callable[[list[object]], object], match: str) -> None:
     near, far, descriptor = two_ends()
     try:
         error = near.connect(_changed(descriptor, change)).exception(10)
@@ -177,9 +181,9 @@ def test_metadata_that_lies_is_refused(
         far.close()
 
 
-def test_regions_that_were_not_opened_are_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("elsewhere")
+def test_regions_that_were_not_opened_are_not_reached() -> None:
     """A descriptor's addresses may differ from those for which its metadata has handles."""
-    monkeypatch.setattr(cuda_ipc, "_here", Elsewhere())
     near, far, descriptor = two_ends()
     try:
         parsed = msgspec.msgpack.decode(descriptor, type=RemoteDescriptor)

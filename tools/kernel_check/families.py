@@ -19,10 +19,11 @@ from baton.drafters.eagle3 import Eagle3
 from baton.engine.attention.base import AttnBatch, AttnRows
 from baton.engine.attention.latent_cpu import attend_latents
 from baton.engine.attention.registry import get_backend
-from baton.kernels.cpu import causal_conv, elementwise, gated_delta, mamba2, small_gemm, wide_gemm
+from baton.kernels.cpu import causal_conv, elementwise, gated_delta, mamba2
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
+from baton.kernels.cpu.gemm import small_gemm, wide_gemm
+from baton.kernels.cpu.gemm.int8_gemm import HAS_INT8_PRODUCTS, Int8Weight
 from baton.kernels.cpu.index_scores import score
-from baton.kernels.cpu.int8_gemm import HAS_INT8_PRODUCTS, Int8Weight
 from baton.kernels.cpu.scalar import as_array
 from baton.kv.geometry import CopyList
 from baton.models.fused_head import FusedHead

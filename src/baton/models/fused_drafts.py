@@ -12,7 +12,7 @@ from torch import Tensor
 
 from baton.kernels.cpu.fused import fields as at
 from baton.kernels.cpu.fused.products import BLOCK
-from baton.kernels.cpu.small_gemm import MAX_ROWS
+from baton.kernels.cpu.gemm.small_gemm import MAX_ROWS
 from baton.models.fused_head import BEST_BYTES
 from baton.models.fused_layers import FusedLayers, Int64, eps_of, operand_width, rotary_tables
 from baton.models.layer_cache import KVRegions, LayerCache

@@ -11,8 +11,8 @@ from baton.kernels.cpu.fused import fields as at
 from baton.kernels.cpu.fused.passes import RUN
 from baton.kernels.cpu.fused.products import BLOCK, SCRATCH_BYTES
 from baton.kernels.cpu.fused.stages import STAGE_BYTES
+from baton.kernels.cpu.gemm.small_gemm import MAX_ROWS
 from baton.kernels.cpu.omp import arguments, threads_for
-from baton.kernels.cpu.small_gemm import MAX_ROWS
 from baton.models.fused_layers import operand_width
 from baton.models.layers.linear import Linear
 

@@ -14,8 +14,8 @@ from baton.kernels.cpu.fused.passes import RUN
 from baton.kernels.cpu.fused.products import BLOCK, SCRATCH_BYTES
 from baton.kernels.cpu.fused.rows import ELEMENT_BYTES
 from baton.kernels.cpu.fused.stages import STAGE_BYTES
+from baton.kernels.cpu.gemm.small_gemm import MAX_ROWS
 from baton.kernels.cpu.omp import arguments, float_bits, threads_for
-from baton.kernels.cpu.small_gemm import MAX_ROWS
 from baton.models.layer_cache import InPlaceCache, KVRegions, LayerCache, slot_error
 from baton.models.layers.decoder_layer import MLP, Attention, DecoderLayer, FusionLayer
 from baton.models.layers.layernorm import RMSNorm

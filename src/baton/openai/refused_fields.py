@@ -94,7 +94,7 @@ def refuse_unserved(
 ) -> None:
     """Raise `RequestError` for unsupported values. `also`: refused too; `served`: not."""
     asked = fields.keys()
-    for name in (asked & _NAMES | asked & also.keys()).difference(served):
+    for name in sorted((asked & _NAMES | asked & also.keys()).difference(served)):
         refused = also.get(name) or REFUSED.get(name)
         raw = memoryview(fields[name])
         value = msgspec.json.decode(raw) if len(raw) <= _MAX_NEUTRAL_BYTES else raw

@@ -19,7 +19,7 @@ from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.agent.leg_events import LegEvent
 from baton.handoff.protocol.events import Declared, LayersWithdrawn, LayersWritten
 from baton.handoff.protocol.messages import AttemptKey
-from baton.kernels.cpu.small_gemm import MAX_ROWS
+from baton.kernels.cpu.gemm.small_gemm import MAX_ROWS
 from testkit.engines import TARGET, Pair, Stepped, Stream, kv_of, pair, stepped
 from tests.engine.handoff.test_handoff_kinds import GREEDY, KINDS, SAMPLED, both_ways, prompt_of
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.comparison import PROCESSOR, token_identity, unequal_facts
+from baton.comparison import PROCESSOR, token_identity
 from baton.engine.build import build_engine
 from baton.engine.config import EngineConfig
 from baton.engine.loading import engine_facts
@@ -44,14 +44,11 @@ def test_the_probe_depends_on_nothing_that_may_differ() -> None:
         torch.set_num_threads(threads)
 
 
-def test_an_engine_that_promises_no_bits_names_its_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_promises_no_bits_names_its_processor() -> None:
     own = facts_of()
     assert "numerics.probe" not in own
     assert PROCESSOR not in facts_of(batch_invariant=True)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "of another")
-    other = facts_of()
-    assert unequal_facts(own, other).keys() == {PROCESSOR}
-    assert other[PROCESSOR].endswith(" of another")
+    assert own[PROCESSOR].endswith(f" {torch.backends.cpu.get_cpu_capability()}")
 
 
 def test_the_probe_sees_the_last_bit_of_logits_and_noise(monkeypatch: pytest.MonkeyPatch) -> None:

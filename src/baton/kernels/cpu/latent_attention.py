@@ -17,7 +17,8 @@ from baton.kernels.cpu.attention_tile import F32_BYTES, MINUS_INFINITY, ROW_BLOC
 from baton.kernels.cpu.jit_cache import jit
 from baton.kernels.cpu.omp import Kernel, float_of, pointer, take
 from baton.kernels.cpu.scalar import from_f32, to_f32
-from baton.kernels.cpu.simd import LANES, transpose, widen
+from baton.kernels.cpu.simd import LANES
+from baton.kernels.cpu.transposes import transpose, widen
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 # Arguments as in `paged_attention`. A plane is its address, the elements per row, and the strides in bytes of pages,

@@ -19,7 +19,8 @@ from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
 from baton.kernels.cpu.jit_cache import jit
 from baton.kernels.cpu.omp import Kernel, float_of, pointer, take
 from baton.kernels.cpu.scalar import from_f32, to_f32
-from baton.kernels.cpu.simd import LANES, touch, transpose, widen
+from baton.kernels.cpu.simd import LANES, touch
+from baton.kernels.cpu.transposes import transpose, widen
 
 # Query vectors that share one load of a tile: they fit in a core's cache.
 _QUERY_VECTORS = 128

@@ -24,8 +24,6 @@ LANES = 16
 CHUNKS = 4
 
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
-_QUARTER = LANES // 4
-_FOUR_WORDS = ir.VectorType(_I32, _QUARTER)
 _VECTOR, _NARROW, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I16, LANES), ir.VectorType(_I32, LANES)
 
 
@@ -36,7 +34,7 @@ def has_features(*names: str) -> bool:
     return all(binding.get_host_cpu_features().get(name) for name in names)
 
 
-def _element_bytes(element: Any) -> int:
+def element_bytes(element: Any) -> int:
     return 4 if element == numba.float32 else 2
 
 
@@ -78,10 +76,10 @@ def store_rounded(builder: Any, vector: Any, address: Any, num_bytes: int) -> No
 def splat(builder: Any, scalar: Any) -> Any:
     type_ = ir.VectorType(scalar.type, LANES)
     one = builder.insert_element(ir.Constant(type_, ir.Undefined), scalar, ir.Constant(_I32, 0))
-    return _shuffle(builder, one, one, [0] * LANES)
+    return shuffled(builder, one, one, [0] * LANES)
 
 
-def _shuffle(builder: Any, a: Any, b: Any, lanes: Sequence[int]) -> Any:
+def shuffled(builder: Any, a: Any, b: Any, lanes: Sequence[int]) -> Any:
     mask = ir.Constant(ir.VectorType(_I32, LANES), list(lanes))
     return builder.shuffle_vector(a, b, mask)
 
@@ -104,7 +102,7 @@ def folded(builder: Any, vector: Any, combine: Callable[[Any, Any, Any], Any]) -
     """Reduce all lanes to one number, pairwise, halves first."""
     half = LANES // 2
     while half:
-        other = _shuffle(builder, vector, vector, [(lane + half) % LANES for lane in range(LANES)])
+        other = shuffled(builder, vector, vector, [(lane + half) % LANES for lane in range(LANES)])
         vector, half = combine(builder, vector, other), half // 2
     return builder.extract_element(vector, ir.Constant(_I32, 0))
 
@@ -114,66 +112,6 @@ def _visible(builder: Any, first: Any, last: Any, chunk: int) -> Any:
     lanes = ir.Constant(_WORDS, [chunk * LANES + lane for lane in range(LANES)])
     low, high = (splat(builder, builder.trunc(edge, _I32)) for edge in (first, last))
     return builder.and_(builder.icmp_signed(">=", lanes, low), builder.icmp_signed("<", lanes, high))
-
-
-def _transposed(typing_context: Any, element: Any, rows: Any, start: Any, destination: Any, stride: Any) -> Any:
-    """Transpose 16 x 16 numbers of the type of `element` to float32 at `destination`, `stride` bytes from row to row.
-    `rows`: the address of 16 addresses. Source rows begin `start` bytes behind those."""
-    num_bytes = _element_bytes(element)
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _, rows, start, destination, stride = args
-        starts = [builder.add(load(builder, rows, 8 * j, _I64), start) for j in range(LANES)]
-        column = 0
-        for byte_offset in range(0, LANES * num_bytes, 4 * _QUARTER):
-            for words in _transposed_words(builder, starts, byte_offset):
-                for vector in (words,) if num_bytes == 4 else _widened_pairs(builder, words):
-                    store(builder, vector, destination, builder.mul(stride, ir.Constant(_I64, column)))
-                    column += 1
-        return context.get_dummy_value()
-
-    return numba.void(element, *[numba.int64] * 4), generate
-
-
-def _transposed_words(builder: Any, starts: Sequence[Any], byte_offset: int) -> list[Any]:
-    """Four 32-bit words of each of 16 rows: a vector for each word."""
-    loaded = []
-    for row in range(_QUARTER):
-        quarters = [load(builder, starts[row + q], byte_offset, _FOUR_WORDS) for q in range(0, LANES, _QUARTER)]
-        halves = [_joined(builder, *quarters[:2]), _joined(builder, *quarters[2:])]
-        loaded.append(_joined(builder, *halves))
-    transposed = []
-    for i in (0, 2):
-        lanes = i, LANES + i, i + 1, LANES + i + 1
-        left, right = (_shuffle_quarters(builder, loaded[row], loaded[row + 1], lanes) for row in (0, 2))
-        transposed += [_shuffle_quarters(builder, left, right, (j, j + 1, LANES + j, LANES + j + 1)) for j in (0, 2)]
-    return transposed
-
-
-def _joined(builder: Any, a: Any, b: Any) -> Any:
-    lanes = list(range(2 * a.type.count))
-    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(lanes)), lanes))
-
-
-def _shuffle_quarters(builder: Any, a: Any, b: Any, lanes: Sequence[int]) -> Any:
-    return _shuffle(builder, a, b, [lane + q for q in range(0, LANES, _QUARTER) for lane in lanes])
-
-
-def _widened_pairs(builder: Any, words: Any) -> tuple[Any, Any]:
-    low = builder.shl(words, splat(builder, ir.Constant(_I32, 16)))
-    high = builder.and_(words, splat(builder, ir.Constant(_I32, -(1 << 16))))
-    return low, high
-
-
-def _widened(typing_context: Any, element: Any, source: Any, destination: Any) -> Any:
-    """Widen 16 numbers of the type of `element` at `source` to float32 at `destination`."""
-    num_bytes = _element_bytes(element)
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        store(builder, load_widened(builder, args[1], num_bytes), args[2])
-        return context.get_dummy_value()
-
-    return numba.void(element, numba.int64, numba.int64), generate
 
 
 def prefetch(builder: Any, address: Any, num_bytes: int) -> None:
@@ -320,7 +258,7 @@ def _square_sum(typing_context: Any, element: Any, source: Any, count: Any) -> A
 
     Lane i % 16 sums number i, in order; the lanes are added at the end.
     """
-    num_bytes = _element_bytes(element)
+    num_bytes = element_bytes(element)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, source, count = args
@@ -337,7 +275,7 @@ def _square_sum(typing_context: Any, element: Any, source: Any, count: Any) -> A
 
 def _silu_times(typing_context: Any, element: Any, gate: Any, up: Any, out: Any) -> Any:
     """silu(gate) * up in float32 of 16 numbers of the type of `element` each, rounded once."""
-    num_bytes = _element_bytes(element)
+    num_bytes = element_bytes(element)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, gate, up, out = args
@@ -355,7 +293,7 @@ def _silu_times(typing_context: Any, element: Any, gate: Any, up: Any, out: Any)
 
 def _added(typing_context: Any, element: Any, left: Any, right: Any, out: Any) -> Any:
     """left + right, 16 numbers of the type of `element` each, rounded once."""
-    num_bytes = _element_bytes(element)
+    num_bytes = element_bytes(element)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, left, right, out = args
@@ -368,7 +306,7 @@ def _added(typing_context: Any, element: Any, left: Any, right: Any, out: Any) -
 
 def _scaled(typing_context: Any, element: Any, source: Any, factor: Any, weight: Any, out: Any) -> Any:
     """16 numbers of the type of `element` times `factor`, rounded, times those at `weight`, rounded again."""
-    num_bytes = _element_bytes(element)
+    num_bytes = element_bytes(element)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, source, factor, weight, out = args
@@ -382,8 +320,6 @@ def _scaled(typing_context: Any, element: Any, source: Any, factor: Any, weight:
 
 
 _Call = Callable[..., Any]
-transpose = cast(_Call, intrinsic(_transposed))
-widen = cast(_Call, intrinsic(_widened))
 touch = cast(_Call, intrinsic(_touched))
 products = cast(_Call, intrinsic(prefer_literal=True)(_products))
 largest = cast(_Call, intrinsic(_largest))

@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from baton.kernels.cpu import small_gemm
-from baton.kernels.cpu.int8_gemm import Int8Weight
+from baton.kernels.cpu.gemm import small_gemm
+from baton.kernels.cpu.gemm.int8_gemm import Int8Weight
+from baton.kernels.cpu.gemm.wide_gemm import HAS_WIDE_PRODUCTS, WideWeight
 from baton.kernels.cpu.simd import CHUNKS, LANES
-from baton.kernels.cpu.wide_gemm import HAS_WIDE_PRODUCTS, WideWeight
 from baton.kernels.device import aligned_copy
 from baton.models.layers.parallel import SINGLE_RANK, Share, TensorRank
 

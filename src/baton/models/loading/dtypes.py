@@ -7,7 +7,7 @@ import logging
 import torch
 
 from baton.errors import CheckpointError, ConfigError
-from baton.kernels.cpu.int8_gemm import HAS_INT8_PRODUCTS
+from baton.kernels.cpu.gemm.int8_gemm import HAS_INT8_PRODUCTS
 from baton.models.config import RawConfig
 
 logger = logging.getLogger(__name__)

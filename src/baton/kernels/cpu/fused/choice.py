@@ -23,10 +23,10 @@ from baton.kernels.cpu.fused.fields import (
 from baton.kernels.cpu.fused.products import BLOCK_BYTES, multiply, operand
 from baton.kernels.cpu.fused.rows import BF16, number_at
 from baton.kernels.cpu.fused.stages import STAGE_BYTES, finish, take_piece
+from baton.kernels.cpu.gemm.small_gemm import num_pieces, outputs_of
 from baton.kernels.cpu.jit_cache import jit
 from baton.kernels.cpu.omp import pointer
 from baton.kernels.cpu.scalar import to_f32
-from baton.kernels.cpu.small_gemm import num_pieces, outputs_of
 
 _SIGN, _INFINITE = 0x8000, 0x7F80
 _MINUS_INFINITY = -np.inf

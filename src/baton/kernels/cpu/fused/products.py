@@ -8,12 +8,12 @@ from baton.kernels.cpu.elementwise import add_row, gate_row
 from baton.kernels.cpu.fused.fields import HIDDEN, INNER, INNERS, NORMED, NUM_ROWS, OPERAND, X
 from baton.kernels.cpu.fused.rows import BF16, ELEMENT_BYTES
 from baton.kernels.cpu.fused.stages import STAGE_BYTES, finish, take_piece
-from baton.kernels.cpu.int8_gemm import HAS_INT8_PRODUCTS, multiply_narrowed, narrow_piece
-from baton.kernels.cpu.int8_rows import num_narrow_pieces
+from baton.kernels.cpu.gemm.int8_gemm import HAS_INT8_PRODUCTS, multiply_narrowed, narrow_piece
+from baton.kernels.cpu.gemm.int8_rows import num_narrow_pieces
+from baton.kernels.cpu.gemm.small_gemm import multiply_piece, num_pieces, outputs_of
+from baton.kernels.cpu.gemm.wide_gemm import HAS_WIDE_PRODUCTS, multiply_widened, num_widen_pieces, widen_piece
 from baton.kernels.cpu.jit_cache import jit
 from baton.kernels.cpu.simd import CHUNKS, LANES
-from baton.kernels.cpu.small_gemm import multiply_piece, num_pieces, outputs_of
-from baton.kernels.cpu.wide_gemm import HAS_WIDE_PRODUCTS, multiply_widened, num_widen_pieces, widen_piece
 
 BLOCK = CHUNKS * LANES
 BLOCK_BYTES = BLOCK * ELEMENT_BYTES

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
-from baton.kernels.cpu.int8_avx2 import AVX2
-from baton.kernels.cpu.int8_rows import GROUP, GROUP_BYTES, groups_of, num_narrow_pieces
-from baton.kernels.cpu.int8_vnni import VNNI
+from baton.kernels.cpu.gemm.int8_avx2 import AVX2
+from baton.kernels.cpu.gemm.int8_rows import GROUP, GROUP_BYTES, groups_of, num_narrow_pieces
+from baton.kernels.cpu.gemm.int8_vnni import VNNI
+from baton.kernels.cpu.gemm.small_gemm import num_pieces, outputs_of
 from baton.kernels.cpu.omp import Kernel, arguments, take, threads_for
 from baton.kernels.cpu.simd import CHUNKS, LANES
-from baton.kernels.cpu.small_gemm import num_pieces, outputs_of
 
 _PATH = VNNI if VNNI.runs_here else AVX2
 HAS_INT8_PRODUCTS = _PATH.runs_here

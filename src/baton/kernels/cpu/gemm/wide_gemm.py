@@ -19,11 +19,11 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS, store_with_bias
+from baton.kernels.cpu.gemm.small_gemm import num_pieces, outputs_of
 from baton.kernels.cpu.jit_cache import jit
 from baton.kernels.cpu.omp import Kernel, arguments, pointer, take, threads_for
 from baton.kernels.cpu.scalar import to_f32
 from baton.kernels.cpu.simd import CHUNKS, LANES, cgutils, fma, has_features, load, splat
-from baton.kernels.cpu.small_gemm import num_pieces, outputs_of
 
 HAS_WIDE_PRODUCTS = not HAS_BF16_PAIRS and has_features("avx2", "fma")
 _BLOCK = CHUNKS * LANES
@@ -33,9 +33,9 @@ _CHUNKS_OF_6, _CHUNKS_OF_4 = (2, 2) if has_features("avx512f") else (1, 1)
 _STEP_BYTES = 4 * LANES
 BF16 = np.uint16(0)
 _WIDE_BYTES, _NARROW_BYTES = 4, 2
-# Rows of a call, which the second cache holds with a piece of the weight.
+# That are widened at a time.
 _MOST_ROWS = 512
-# Of widening, per piece of work.
+# Of them, per piece of work.
 _ROWS_AT_ONCE = 16
 # Per thread.
 _PARALLEL_WEIGHTS, _PARALLEL_NUMBERS = 1 << 16, 1 << 16
@@ -177,7 +177,9 @@ class WideWeight:
     def __init__(self, weight: Tensor) -> None:
         """`weight`: on the CPU, of an even number of columns."""
         self.outputs, self.columns = weight.shape
-        padded = F.pad(weight.detach(), (0, 0, 0, -self.outputs % _BLOCK))
+        padding = -self.outputs % _BLOCK
+        # Padding copies, even by nothing.
+        padded = F.pad(weight.detach(), (0, 0, 0, padding)) if padding else weight.detach()
         self._data = padded.view(-1, LANES, self.columns // 2, 2).transpose(1, 2).contiguous()
 
     @property

@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from baton.kernels.cpu.bf16_dot import store_with_bias
-from baton.kernels.cpu.int8_rows import GROUP, GROUP_BYTES, SCALE_AT
+from baton.kernels.cpu.gemm.int8_rows import GROUP, GROUP_BYTES, SCALE_AT
 from baton.kernels.cpu.simd import LANES, cgutils, fma, load, load_widened, splat
 
 _I64 = ir.IntType(64)

@@ -1,0 +1,1 @@
+"""Products of a few or many bfloat16 rows with weights packed for them."""
