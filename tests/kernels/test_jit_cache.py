@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
+import os
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,3 +82,23 @@ def test_what_cannot_be_written_is_compiled_again(answer: Answer, tmp_path: Path
         file.mkdir()
     assert answer(3) == (6, 0)
     assert answer(3) == (6, 0)
+
+
+@pytest.mark.skipif(not Path("/proc/locks").exists(), reason="who waits for a lock is read from /proc")
+def test_a_process_waits_while_another_has_the_cache(answer: Answer, tmp_path: Path) -> None:
+    """It could load code that the other is about to replace."""
+    assert answer(3) == (6, 0)
+    (lock,) = (tmp_path / "cache").rglob("numba.lock")
+    program = "from baton_probe.outer import twice; print(twice())"
+    found = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    with lock.open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with subprocess.Popen([sys.executable, "-c", program], env=found, stdout=subprocess.PIPE, text=True) as other:
+            waits = f"-> FLOCK  ADVISORY  WRITE {other.pid} "
+            until = time.monotonic() + 60
+            while waits not in Path("/proc/locks").read_text():
+                assert other.poll() is None
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            fcntl.flock(held, fcntl.LOCK_UN)
+            assert other.communicate(timeout=60)[0] == "6\n"

@@ -1,17 +1,20 @@
 """A disk cache for Numba functions that any change in their sources invalidates.
 
-Numba itself checks only the file of the compiled function, and raises for damaged files and full disks.
+Numba itself checks only the file of the compiled function, and raises for damaged files and full disks. Its index and
+its code are files that processes write without a lock: one that starts beside another could load old code.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import importlib.util
 import logging
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -54,12 +57,32 @@ def _stamp(cache: Any, module: str) -> None:
     if (file := getattr(cache, "_cache_file", None)) is not None:
         file._source_stamp = source_digest(module)
         cache.load_overload = functools.partial(_load, cache, cache.load_overload)
-        cache.save_overload = functools.partial(_save, cache.save_overload)
+        cache.save_overload = functools.partial(_save, cache, cache.save_overload)
+
+
+_turn = threading.RLock()
+_locked: list[Path] = []
+
+
+@contextlib.contextmanager
+def _alone(cache: Any) -> Iterator[None]:
+    """No other process reads or writes the cache's folder. Code that is loaded may load more."""
+    folder = Path(cache.cache_path)
+    with _turn, contextlib.ExitStack() as held:
+        if folder not in _locked:
+            # A folder that cannot be written does not change.
+            with contextlib.suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True)
+                fcntl.flock(held.enter_context((folder / "numba.lock").open("a")), fcntl.LOCK_EX)
+            _locked.append(folder)
+            held.callback(_locked.remove, folder)
+        yield
 
 
 def _load(cache: Any, load: Callable[..., Any], *args: Any) -> Any:
     try:
-        return load(*args)
+        with _alone(cache):
+            return load(*args)
     except Exception as error:  # a damaged pickle
         _warn_once(f"compiled code cannot be read: {error!r}")
         with contextlib.suppress(OSError):
@@ -67,9 +90,10 @@ def _load(cache: Any, load: Callable[..., Any], *args: Any) -> Any:
         return None
 
 
-def _save(save: Callable[..., None], *args: Any) -> None:
+def _save(cache: Any, save: Callable[..., None], *args: Any) -> None:
     try:
-        save(*args)
+        with _alone(cache):
+            save(*args)
     except OSError as error:
         _warn_once(f"compiled code is not kept for the next start: {error}")
 
