@@ -1,4 +1,4 @@
-"""A killed server leaves no shared memory behind, and nobody takes the port of one that starts; without vLLM."""
+"""A killed server leaves no shared memory, and no other process gets the port of a server that starts. Without vLLM."""
 
 from __future__ import annotations
 

@@ -64,11 +64,11 @@ def check_pairs(servers: Sequence[Server]) -> Iterator[Finding]:
 
 
 def rounding_notes(servers: Sequence[Server]) -> Iterator[str]:
-    first = next((server for server in servers if server.identity is not None), None)
-    for server in servers:
-        difference = None if first is None else rounding_difference(first.facts(), server.facts())
-        if first is not None and difference is not None:
-            yield f"{first.url} and {server.url}: {difference}"
+    known = [server for server in servers if server.identity is not None]
+    for server in known[1:]:
+        difference = rounding_difference(known[0].facts(), server.facts())
+        if difference is not None:
+            yield f"{known[0].url} and {server.url}: {difference}"
 
 
 def _reference(servers: Sequence[Server]) -> Server:
