@@ -78,7 +78,8 @@ def head(a: Any, scratch: int, stage: int) -> None:
     piece = take_piece(stage)
     while piece < total:
         first, count = outputs_of(vocab, piece)
-        multiply(num_rows, x, a[HIDDEN], weight, vocab, piece, scratch, BLOCK_BYTES)
+        following = take_piece(stage)
+        multiply(num_rows, x, a[HIDDEN], weight, vocab, piece, scratch, BLOCK_BYTES, following)
         for n in range(num_rows):
             logits = carray(pointer(scratch + n * BLOCK_BYTES, BF16), (count,))
             noise_at = number_at(a[NOISES], n) if a[NOISES] != 0 else 0
@@ -87,7 +88,7 @@ def head(a: Any, scratch: int, stage: int) -> None:
             else:
                 bests[n, piece], places[n, piece] = _noisiest(a, n, noise_at, logits, first)
         mine += 1
-        piece = take_piece(stage)
+        piece = following
     finish(stage, mine, total)
 
 

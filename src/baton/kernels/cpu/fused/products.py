@@ -42,15 +42,16 @@ def operand(a: Any, num_rows: int, x: int, columns: int, weight: Any, stage: int
 
 @jit
 def multiply(
-    num_rows: int, x: int, columns: int, weight: Any, outputs: int, piece: int, out: int, out_bytes: int
+    num_rows: int, x: int, columns: int, weight: Any, outputs: int, piece: int, out: int, out_bytes: int, following: int
 ) -> None:
-    """A piece of an operand times a weight (address, scale, bias). `out`: its first output in row 0."""
+    """A piece of an operand times a weight (address, scale, bias). `out`: its first output in row 0. `following`: the
+    piece that this thread multiplies next (none beyond the last)."""
     if HAS_INT8_PRODUCTS and weight[1] != 0:
         multiply_narrowed(num_rows, x, columns, weight[0], weight[1], outputs, piece, weight[2], out, out_bytes)
     elif HAS_WIDE_PRODUCTS:
         multiply_widened(num_rows, x, columns, weight[0], outputs, piece, weight[2], out, out_bytes)
     else:
-        multiply_piece(num_rows, x, columns, weight[0], outputs, piece, weight[2], out, out_bytes)
+        multiply_piece(num_rows, x, columns, weight[0], outputs, piece, weight[2], out, out_bytes, following)
 
 
 @jit
@@ -62,15 +63,16 @@ def project(a: Any, weight: Any, x: int, columns: int, outputs: int, out: int, s
     piece = take_piece(stage)
     while piece < total:
         at, count = outputs_of(outputs, piece)
+        following = take_piece(stage)
         if out != 0:
-            multiply(num_rows, x, columns, weight, outputs, piece, out + at * ELEMENT_BYTES, row_bytes)
+            multiply(num_rows, x, columns, weight, outputs, piece, out + at * ELEMENT_BYTES, row_bytes, following)
         else:
-            multiply(num_rows, x, columns, weight, outputs, piece, scratch, BLOCK_BYTES)
+            multiply(num_rows, x, columns, weight, outputs, piece, scratch, BLOCK_BYTES, following)
             for t in range(num_rows):
                 to = a[X] + t * row_bytes + at * ELEMENT_BYTES
                 add_row(BF16, to, scratch + t * BLOCK_BYTES, count, to)
         mine += 1
-        piece = take_piece(stage)
+        piece = following
     finish(stage, mine, total)
 
 
@@ -84,12 +86,14 @@ def gate(a: Any, weight: Any, scratch: int, stage: int) -> None:
     stage += STAGE_BYTES
     piece = take_piece(stage)
     while piece < total:
-        multiply(num_rows, x, a[HIDDEN], weight, 2 * inner, piece, scratch, BLOCK_BYTES)
-        multiply(num_rows, x, a[HIDDEN], weight, 2 * inner, blocks + piece, ups, BLOCK_BYTES)
+        following = take_piece(stage)
+        multiply(num_rows, x, a[HIDDEN], weight, 2 * inner, piece, scratch, BLOCK_BYTES, blocks + piece)
+        then = following if following < total else 2 * blocks
+        multiply(num_rows, x, a[HIDDEN], weight, 2 * inner, blocks + piece, ups, BLOCK_BYTES, then)
         for t in range(num_rows):
             row = t * BLOCK_BYTES
             to = a[INNERS] + (t * inner + piece * BLOCK) * ELEMENT_BYTES
             gate_row(BF16, scratch + row, ups + row, BLOCK, to)
         mine += 1
-        piece = take_piece(stage)
+        piece = following
     finish(stage, mine, total)

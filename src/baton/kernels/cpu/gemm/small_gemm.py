@@ -32,8 +32,12 @@ _ROW_BYTES = 4 * _BLOCK
 _PARALLEL_WEIGHTS = 1 << 16
 # Columns that oneDNN sums per span: for weights of at most 1,024 columns, and for wider ones.
 _SPANS = (512, 1024)
-# Bytes. One row outruns the prefetcher of some CPUs (EPYC 9004).
-_AHEAD = 1024
+# Rows of a pass: as many as registers can hold sums of.
+_PASS_ROWS = 6
+# Bytes. One row, or two, outrun the prefetcher of some CPUs (EPYC 9004).
+_OUTRUN_BY, _AHEAD = 2, 1024
+# Bytes of the next block that a pass of more rows fetches per step. With twice as many, passes wait for memory.
+_FETCHED = 128
 _NUM_ARGUMENTS = 8
 _I64 = ir.IntType(64)
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
@@ -41,18 +45,19 @@ _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 
 def _span_products(
     typing_context: Any, num_rows: Any, num_chunks: Any, left: Any, row_bytes: Any, right: Any, steps: Any, span: Any,
-    bias: Any, out: Any, out_bytes: Any,
+    bias: Any, out: Any, out_bytes: Any, ahead: Any,
 ) -> Any:  # fmt: skip
     """out [num_rows, 16 * num_chunks] = sum over `steps` pairs of left [row, pair] * right [pair], plus bias.
 
     `left`, `right`, `bias` (0: none) and `out` are addresses of bfloat16; `row_bytes` and `out_bytes` are row strides.
     Spans of `span` pairs, and then their sums, are summed in order in float32, and rounded once. `num_rows` and
-    `num_chunks` are literals.
+    `num_chunks` are literals. What is at `ahead` is fetched: for one row or two, as much as they read, and for more
+    `_FETCHED` bytes per step.
     """
     rows, chunks = num_rows.literal_value, num_chunks.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _, _, left, row_bytes, right, steps, span, bias, out, out_bytes = args
+        _, _, left, row_bytes, right, steps, span, bias, out, out_bytes, ahead = args
         nothing = ir.Constant(_VECTOR, [0.0] * LANES)
         places = [(row, chunk) for row in range(rows) for chunk in range(chunks)]
         totals = {place: cgutils.alloca_once(builder, _VECTOR) for place in places}
@@ -70,49 +75,70 @@ def _span_products(
                 builder.store(nothing, sums[place])
             with cgutils.for_range_slice(builder, first, last, one, intp=_I64) as (step, _):
                 add_products(builder, sums, starts, right, step)
-                if rows == 1:
-                    ahead = builder.add(builder.mul(step, ir.Constant(_I64, _ROW_BYTES)), ir.Constant(_I64, _AHEAD))
-                    prefetch(builder, builder.add(right, ahead), 4 * LANES * chunks)
+                outruns = rows <= _OUTRUN_BY
+                far = builder.mul(step, ir.Constant(_I64, _ROW_BYTES if outruns else _FETCHED))
+                prefetch(builder, builder.add(ahead, far), 4 * LANES * chunks if outruns else _FETCHED)
             for place in places:
                 total = builder.fadd(builder.load(totals[place]), builder.load(sums[place]))
                 builder.store(total, totals[place])
         store_with_bias(builder, totals, bias, out, out_bytes)
         return context.get_dummy_value()
 
-    return numba.void(num_rows, num_chunks, *[numba.int64] * 8), generate
+    return numba.void(num_rows, num_chunks, *[numba.int64] * 9), generate
 
 
 _products = cast(Callable[..., Any], intrinsic(prefer_literal=True)(_span_products))
 
 
+def _pass_over(chunks: int) -> Any:
+    """One pass of at most `_PASS_ROWS` rows over so many chunks of a block."""
+
+    @jit
+    def rows(
+        num_rows: int, left: Any, row_bytes: int, right: Any, steps: int, span: int, bias: Any, out: Any,
+        out_bytes: int, ahead: Any,
+    ) -> None:  # fmt: skip
+        if num_rows == 1:
+            _products(1, chunks, left, row_bytes, right, steps, span, bias, out, out_bytes, ahead)
+        elif num_rows == 2:
+            _products(2, chunks, left, row_bytes, right, steps, span, bias, out, out_bytes, ahead)
+        elif num_rows == 3:
+            _products(3, chunks, left, row_bytes, right, steps, span, bias, out, out_bytes, ahead)
+        elif num_rows == 4:
+            _products(4, chunks, left, row_bytes, right, steps, span, bias, out, out_bytes, ahead)
+        elif num_rows == 5:
+            _products(5, chunks, left, row_bytes, right, steps, span, bias, out, out_bytes, ahead)
+        else:
+            _products(6, chunks, left, row_bytes, right, steps, span, bias, out, out_bytes, ahead)
+
+    return rows
+
+
+_whole, _half = _pass_over(CHUNKS), _pass_over(CHUNKS // 2)
+
+
 @jit
 def _block(
     num_rows: int, left: Any, row_bytes: int, right: Any, steps: int, span: int, bias: Any, out: Any, out_bytes: int,
-    is_half: bool,
+    is_half: bool, following: Any,
 ) -> None:  # fmt: skip
-    """One block of outputs, or half of one, as many rows at once as registers can hold."""
-    row = 0
+    """One block of outputs, or half of one, in passes of about as many rows.
+
+    The first pass waits for memory. The next two also fetch the block at `following`.
+    """
+    row, passes = 0, (num_rows + _PASS_ROWS - 1) // _PASS_ROWS
+    ahead = right + _AHEAD if num_rows <= _OUTRUN_BY else right
     while row < num_rows:
-        x, y, more = left + row * row_bytes, out + row * out_bytes, num_rows - row
+        count = (num_rows - row + passes - 1) // passes
+        x, y = left + row * row_bytes, out + row * out_bytes
         if is_half:
-            if more >= 4:
-                _products(4, 2, x, row_bytes, right, steps, span, bias, y, out_bytes)
-                row += 4
-            else:
-                _products(1, 2, x, row_bytes, right, steps, span, bias, y, out_bytes)
-                row += 1
-        elif more >= 6:
-            _products(6, 4, x, row_bytes, right, steps, span, bias, y, out_bytes)
-            row += 6
-        elif more >= 4:
-            _products(4, 4, x, row_bytes, right, steps, span, bias, y, out_bytes)
-            row += 4
-        elif more >= 2:
-            _products(2, 4, x, row_bytes, right, steps, span, bias, y, out_bytes)
-            row += 2
+            _half(count, x, row_bytes, right, steps, span, bias, y, out_bytes, ahead)
         else:
-            _products(1, 4, x, row_bytes, right, steps, span, bias, y, out_bytes)
-            row += 1
+            _whole(count, x, row_bytes, right, steps, span, bias, y, out_bytes, ahead)
+        ahead = following if row == 0 else ahead + steps * _FETCHED
+        if ahead == following + steps * _ROW_BYTES:
+            ahead, following = right, right
+        row, passes = row + count, passes - 1
 
 
 @jit
@@ -133,14 +159,19 @@ def outputs_of(outputs: int, piece: int) -> tuple[int, int]:
 
 @jit
 def multiply_piece(
-    num_rows: int, x: Any, columns: int, weight: Any, outputs: int, piece: int, bias: Any, out: Any, out_bytes: int
-) -> None:
-    """A piece of x [T, K] times `weight`, plus bias (0: none). `out`: the address of its first output in row 0."""
+    num_rows: int, x: Any, columns: int, weight: Any, outputs: int, piece: int, bias: Any, out: Any, out_bytes: int,
+    following: int,
+) -> None:  # fmt: skip
+    """A piece of x [T, K] times `weight`, plus bias (0: none). `out`: the address of its first output in row 0.
+    `following`: the piece that this thread multiplies next (none beyond the last)."""
     at, count = outputs_of(outputs, piece)
     steps, span = columns // 2, (_SPANS[1] if columns > _SPANS[1] else _SPANS[0]) // 2
     right = weight + at // _BLOCK * steps * _ROW_BYTES + at % _BLOCK * 4
     bias_at = bias + 2 * at if bias != 0 else bias
-    _block(num_rows, x, 2 * columns, right, steps, span, bias_at, out, out_bytes, count < _BLOCK)
+    then = right
+    if following < num_pieces(outputs):
+        then = weight + outputs_of(outputs, following)[0] // _BLOCK * steps * _ROW_BYTES
+    _block(num_rows, x, 2 * columns, right, steps, span, bias_at, out, out_bytes, count < _BLOCK, then)
 
 
 def _multiply(arguments: Any) -> None:
@@ -149,8 +180,9 @@ def _multiply(arguments: Any) -> None:
     piece = take(arguments)
     while piece < num_pieces(outputs):
         at, _ = outputs_of(outputs, piece)
-        multiply_piece(num_rows, x, columns, weight, outputs, piece, bias, out + 2 * at, 2 * outputs)
-        piece = take(arguments)
+        following = take(arguments)
+        multiply_piece(num_rows, x, columns, weight, outputs, piece, bias, out + 2 * at, 2 * outputs, following)
+        piece = following
 
 
 _MULTIPLY = Kernel(_multiply)
