@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 
 from baton.errors import ConfigError
@@ -10,35 +12,36 @@ from simulation.mutations import MUTATIONS, applied
 from simulation.parallel import run_seeds
 from simulation.scenario import run_seed
 
-# The seed that found it last. A search begins there, and goes through all seeds if the protocol has changed since.
+# The seed that found it last. A search begins there, and goes through all seeds if the protocol has changed since: that
+# takes minutes, and pytest's summary then names the new seed.
 FOUND_AT = {
     "abort_then_reuse": 42,
     "admitted_unseen": 3,
     "an_id_is_a_session": 40,
-    "any_bye_is_quiet": 308,
-    "blocking_connect": 177,
+    "any_bye_is_quiet": 315,
+    "blocking_connect": 736,
     "cancel_once": 16,
     "cancelled_while_copying": 111,
-    "cancelled_while_reading": 85,
+    "cancelled_while_reading": 16,
     "commit_after_failure": 520,
-    "confirm_after_release": 3,
+    "confirm_after_release": 78,
     "deadline_from_ticket": 14,
-    "duplicate_commit_is_progress": 131,
+    "duplicate_commit_is_progress": 328,
     "early_claims_tell_nothing": 541,
-    "end_tokens_in_no_fact": 130,
+    "end_tokens_in_no_fact": 1,
     "failed_copy_counts": 35,
-    "files_always_open": 65,
+    "files_always_open": 129,
     "final_too_early": 9,
     "finish_while_copying": 39,
     "free_while_reading": 16,
     "identity_without_reach": 14,
     "ignore_cancelled": 13,
-    "layer_of_one_rank": 18,
+    "layer_of_one_rank": 39,
     "layers_by_place": 31,
     "layers_not_withdrawn": 21,
     "no_quarantine": 16,
     "no_ticket_check": 108,
-    "no_ticket_check_again": 67,
+    "no_ticket_check_again": 72,
     "offered_prefixes_are_evictable": 1201,
     "old_round_commits": 9,
     "one_layer_is_all": 21,
@@ -48,15 +51,16 @@ FOUND_AT = {
     "prefixes_are_found_early": 1201,
     "prefixes_are_longer": 1201,
     "prefixes_begin_a_page_late": 1201,
-    "redials_at_once": 91,
-    "release_before_quiet": 16,
-    "removed_engines_are_forgotten": 142,
+    "redials_at_once": 105,
+    "register_before_connected": 14,
+    "release_before_quiet": 29,
+    "removed_engines_are_forgotten": 308,
     "resumed_prompts_are_longer": 69,
-    "short_contexts_are_taken": 55,
+    "short_contexts_are_taken": 72,
     "strangers_are_signs_of_life": 575,
-    "timeout_frees_source": 50,
+    "timeout_frees_source": 85,
     "timeout_then_reuse": 279,
-    "unfenced_is_fenced": 50,
+    "unfenced_is_fenced": 392,
     "unknown_is_quiet": 16,
     "unproven_is_kept": 10,
     "whoever_lives_agrees": 47,
@@ -69,14 +73,18 @@ def test_there_are_at_least_fifteen_mutations() -> None:
     assert len(MUTATIONS) >= 15
 
 
+@pytest.mark.filterwarnings("default:write down")
 @pytest.mark.parametrize("name", sorted(MUTATIONS))
 def test_a_broken_protocol_is_found(name: str) -> None:
     mutation, first = MUTATIONS[name], FOUND_AT.get(name, 0)
     for seeds in (range(first, first + 30), range(2000)):
         failures = run_seeds(seeds, mutation.faults, mutation=name, stop_early=True).failures
         if failures:
+            seed = failures[0][0]
             # A bug without the mutation would find them all.
-            assert run_seed(failures[0][0], mutation.faults).violation is None
+            assert run_seed(seed, mutation.faults).violation is None
+            if seed not in range(first, first + 30):
+                warnings.warn(f"write down in FOUND_AT: {name} is found at {seed}", stacklevel=1)
             return
     pytest.fail(f"2,000 seeds do not find {name}: {mutation.rule}")
 
