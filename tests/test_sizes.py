@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import baton
@@ -18,11 +18,14 @@ MOST_FILES, MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS = 20, 350, 60, 8
 KERNELS = "kernels/"
 
 
-def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    for path in sorted(SOURCE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield f"{path.relative_to(SOURCE)}:{node.name}", node
+@functools.cache
+def functions() -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    return [
+        (f"{path.relative_to(SOURCE)}:{node.name}", node)
+        for path in sorted(SOURCE.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
 
 
 def num_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import importlib
 import importlib.util
@@ -163,10 +164,15 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
+def import_statements(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imports(path: Path) -> set[str]:
     """Names of Baton's modules that a file imports."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in import_statements(path):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "baton":
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             modules = {name for name in names if is_module(name)}
@@ -237,7 +243,7 @@ def test_pure_rooms_know_no_clock_and_no_socket(room: str) -> None:
     for path in SOURCES:
         if room_of(module_of(path)) != room or module_of(path) in EXEMPT:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in import_statements(path):
             names = {alias.name.split(".")[0] for alias in node.names} if isinstance(node, ast.Import) else set()
             if isinstance(node, ast.ImportFrom) and node.module:
                 names = {node.module.split(".")[0]}
@@ -246,7 +252,7 @@ def test_pure_rooms_know_no_clock_and_no_socket(room: str) -> None:
 
 def test_the_package_imports_nothing_that_is_not_installed() -> None:
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in import_statements(path):
             names = {alias.name.split(".")[0] for alias in node.names} if isinstance(node, ast.Import) else set()
             if isinstance(node, ast.ImportFrom) and node.module:
                 names = {node.module.split(".")[0]}
@@ -311,7 +317,7 @@ def test_a_name_stands_for_one_thing() -> None:
 
 def test_no_pickle_anywhere() -> None:
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in import_statements(path):
             if isinstance(node, ast.Import):
                 assert not {"pickle", "marshal", "shelve", "dill"} & {a.name for a in node.names}, path
             if isinstance(node, ast.ImportFrom):

@@ -5,6 +5,7 @@ Values are derived from the message types, so a new message is covered at once.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,6 +37,9 @@ def message_classes() -> dict[str, type[ControlMessage]]:
     return dict(sorted(found.items()))
 
 
+_type_info = functools.cache(types.type_info)
+
+
 class FrameMaker:
     """An endless source of frames for one session, reproducible for the same `rng`.
 
@@ -49,7 +53,7 @@ class FrameMaker:
         self._hello = msgspec.to_builtins(hello, builtin_types=(bytes,))
         self._keys = [list(msgspec.structs.astuple(key)) for key in keys]
         self._tickets = list(tickets)
-        self._types = {kind: types.type_info(cls) for kind, cls in message_classes().items()}
+        self._types = {kind: _type_info(cls) for kind, cls in message_classes().items()}
         self._kinds = list(self._types)
         self._recent: list[list[bytes]] = []
         self._sequence = 0

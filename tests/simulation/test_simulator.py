@@ -13,15 +13,16 @@ import pytest
 from simulation import run_seed
 from simulation.cluster import Cluster
 from simulation.parallel import run_seeds
+from simulation.report import Summary
 from simulation.settings import FAULTS, NEEDS, RATES, STRIKES, draw
 from simulation.world import World
 
 
 @pytest.mark.slow
 def test_many_seeds_reach_every_rung_of_recovery() -> None:
-    total = run_seeds(range(150))
+    total = run_seeds(range(100))
     assert not total.failures
-    assert total.seeds == 150
+    assert total.seeds == 100
     assert {kind for kind in FAULTS if total.injected[kind]} == set(FAULTS)
     assert total.outcomes["exact"] > sum(total.outcomes.values()) / 3
     assert min(total.rungs[rung] for rung in ("source", "retry", "full", "recompute", "preempt", "layers")) > 0
@@ -44,10 +45,17 @@ def test_prefixes_go_back_under_faults() -> None:
 
 @pytest.mark.parametrize("kind", sorted({*RATES, *STRIKES}))
 def test_each_fault_alone(kind: str) -> None:
+    """In three seeds, or for rare ones in those of the first eight that have it."""
     faults = {kind, *NEEDS.get(kind, ())}
-    total = run_seeds(range(8), faults=sorted(faults))
+    total, num_with = Summary(), 0
+    for seed in range(8):
+        result = run_seed(seed, sorted(faults))
+        total.add(result)
+        num_with += result.injected[kind] > 0
+        if num_with == 3:
+            break
     assert not total.failures
-    assert total.injected[kind] > 0
+    assert num_with > 0
     assert set(total.injected) <= faults
 
 

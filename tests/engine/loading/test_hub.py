@@ -75,18 +75,21 @@ def fill_cache(home: Path) -> None:
     (root / "refs" / "main").write_text(COMMIT)
 
 
-@pytest.mark.parametrize("revision", [None, "main", COMMIT])
-def test_offline_a_filled_cache_is_enough(tmp_path: Path, revision: str | None) -> None:
+def test_offline_a_filled_cache_is_enough(tmp_path: Path) -> None:
     fill_cache(tmp_path)
-    done = generate(tmp_path, "org/demo", *(["--revision", revision] if revision else []))
+    done = offline(tmp_path, "-m", "baton.cli", "generate", "org/demo", *GENERATE, "--revision", "main")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+    where = "from baton.engine.loading.hub import checkpoint_directory as find"
+    done = offline(tmp_path, "-c", f"{where}; print(*(find('org/demo', name) for name in (None, 'main', '{COMMIT}')))")
+    assert done.returncode == 0, done.stderr
+    assert [Path(found).name for found in done.stdout.split()] == [COMMIT] * 3
 
 
 @pytest.mark.parametrize("flags", [("org/other",), ("org/demo", "--revision", "v9")])
 def test_offline_what_the_cache_lacks_is_told_in_one_line(tmp_path: Path, flags: tuple[str, ...]) -> None:
     fill_cache(tmp_path)
-    done = generate(tmp_path, *flags)
+    done = offline(tmp_path, "-m", "baton.cli", "generate", flags[0], *GENERATE, *flags[1:])
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"error: model: {flags[0]}")
@@ -101,11 +104,13 @@ def test_an_invalid_repository_name_is_not_downloaded(name: str, downloads: list
     assert downloads == []
 
 
-def generate(home: Path, model: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    """An offline `baton generate` with the hub's cache in `home`."""
-    command = [sys.executable, "-m", "baton.cli", "generate", model, "The for", "--max-tokens", "2"]
+GENERATE = ("The for", "--max-tokens", "2", "--kv-cache-memory", "8M")
+
+
+def offline(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """An offline Python with the hub's cache in `home`."""
     return subprocess.run(
-        [*command, "--kv-cache-memory", "8M", *flags],
+        [sys.executable, *arguments],
         capture_output=True,
         text=True,
         timeout=120,
