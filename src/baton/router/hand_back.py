@@ -53,6 +53,7 @@ class HandBacks:
 
     def __init__(self, connector: Connector, config: PolicyConfig) -> None:
         self._connector, self._config = connector, config
+        self._always = config.min_hand_back_length == 0
         self.enabled = config.hand_back and connector.moves_prefixes
         self.counts: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
@@ -72,8 +73,7 @@ class HandBacks:
             return None
         pace = self._pace_of(best, prefill)
         moving, computing = pace.predict(gain), self._saved_s(prefill, len(prompt.tokens) - held, gain)
-        always = self._config.min_hand_back_length == 0
-        if not always and moving is not None and computing is not None and moving >= computing:
+        if not self._always and moving is not None and computing is not None and moving >= computing:
             pace.num_passed_over += 1
             if pace.num_passed_over % _TRY_AGAIN:
                 self.counts["too_slow"] += 1
@@ -114,7 +114,7 @@ class HandBacks:
         began, num_lacking = now(), len(request.prompt_token_ids) - back.held
         computing = self._saved_s(prefill, num_lacking, back.num_tokens)
         limit_s = self._config.hand_back_limit_s
-        if computing is not None and self._pace_of(back.source, prefill).num_measured > 1:
+        if not self._always and computing is not None and self._pace_of(back.source, prefill).num_measured > 1:
             limit_s = min(limit_s, max(_LEAST_LIMIT_S, 4.0 * computing))
         try:
             async with timeout(limit_s):

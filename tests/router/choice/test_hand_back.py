@@ -47,8 +47,9 @@ class Script(Connector):
             for step in self.chunks[role]:
                 if isinstance(step, BatonError):
                     raise step
-                if step == "hang":
-                    await asyncio.sleep(3600)
+                if isinstance(step, str):
+                    await asyncio.sleep(3600 if step == "hang" else 0.3)
+                    continue
                 yield step
             self.log.append(f"{role} ends")
         except (GeneratorExit, asyncio.CancelledError):
@@ -218,6 +219,19 @@ async def test_whatever_fails_the_prefill_engine_computes(
     assert (backs.counts, backs.failures) == ({"failed": 1}, {reason: 1})
     held = pool.decode[0].known.num_tokens(PromptBlocks(NEXT))
     assert held == (0 if reason == "prefix_missing" else 320), "what it denied is not expected again"
+
+
+@pytest.mark.parametrize(("least", "counts"), [(16, {"completed": 2, "failed": 1}), (0, {"completed": 3})])
+async def test_a_move_may_take_longer_than_computing_only_if_it_is_always_wanted(
+    least: int, counts: dict[str, int], directory: Path
+) -> None:
+    pool, script = Pool(directory), Script(prefill=[chunk(304)], decode=[chunk(304, finish_reason="length")])
+    backs, prefill, back = on(script, min_hand_back_length=least), pool.prefill[0], HandBack(pool.decode[0], 320)
+    for steps in [], [], ["longer than the least limit"]:
+        script.chunks["decode"] = [*steps, chunk(304, finish_reason="length")]
+        await backs.run(asked(NEXT), prefill, back, "push", lambda _: None)
+        backs.on_first_token(asked(NEXT), prefill, chunk(304), 0.0)
+    assert backs.counts == counts
 
 
 async def test_a_denied_prefix_of_an_adapter_is_not_expected_again(directory: Path) -> None:
