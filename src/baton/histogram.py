@@ -20,9 +20,9 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self.total += value
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self.total += value * times
 
     @classmethod
     def sum_of(cls, many: Sequence[Histogram]) -> Histogram:

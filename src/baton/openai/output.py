@@ -69,7 +69,9 @@ class ChoiceOutput:
         self._params = params
         hides = params.skip_special_tokens
         self._detokenizer = IncrementalDetokenizer(tokenizer, request.prompt_token_ids, hides, spelt)
-        self._stop = StopChecker(params.stop if stop is None else stop, params.include_stop_str_in_output)
+        stop = params.stop if stop is None else stop
+        self._stop = StopChecker(stop, params.include_stop_str_in_output)
+        self._is_plain = parser is None and not stop
         self._pieces: list[str] = []
         self._num_chars = 0  # before stop strings
         self.token_ids: list[int] = []
@@ -141,6 +143,22 @@ class ChoiceOutput:
             self.drafted += chunk.drafted[:num_rounds]
         self._add(delta)
         return delta
+
+    def push_plain(self, chunk: TokenChunk) -> str | None:
+        """`push` a chunk with one token and nothing else, and return its text. None: `push` it."""
+        tokens = chunk.token_ids
+        if not self._is_plain or len(tokens) != 1 or chunk.accepted or chunk.num_cached_tokens:
+            return None
+        if chunk.finish_reason is not None or chunk.logprobs is not None or chunk.prompt_logprobs is not None:
+            return None
+        if chunk.queued_s is not None:
+            return None
+        text = self._detokenizer.push(tokens[0])
+        self.token_ids.append(tokens[0])
+        self.text_offsets.append(self._num_chars)
+        self._num_chars += len(text)
+        self._pieces.append(text)
+        return text
 
     def _add(self, delta: Delta) -> None:
         self._pieces.append(delta.text)

@@ -53,8 +53,7 @@ class SequenceRecord:
         now = time.perf_counter()
         elapsed, self._last = now - self._last, now
         if self._num_output:
-            for _ in range(num_tokens):
-                self._of_model.gaps.observe(elapsed / num_tokens)
+            self._of_model.gaps.observe(elapsed / num_tokens, num_tokens)
         else:
             self._first = now
             metrics.ttft.observe(elapsed)

@@ -162,7 +162,8 @@ def decode_body(
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         note_user(fields)
         refuse_unserved(fields, also, served)
-        if empty := {name for name, raw in fields.items() if is_empty(raw) and name not in _required(kind)}:
+        nests = b"[" in body or body.count(b"{") > 1
+        if nests and (empty := {name for name, raw in fields.items() if is_empty(raw) and name not in _required(kind)}):
             body = msgspec.json.encode({name: raw for name, raw in fields.items() if name not in empty})
         # As in vLLM, 16.0 (from clients without integers) and "16" count as 16.
         return msgspec.json.decode(body, type=kind, strict=False)

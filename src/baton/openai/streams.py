@@ -50,13 +50,18 @@ class ChoiceSequence:
         cut = self._short_cut
         if cut is None or cut.write is None or cut.plain is None or self._last is not None:
             return False
-        delta = self.push(chunk)
-        if delta.finish_reason is not None:
-            self._last = delta
-            return False
-        if delta.text:
+        text = self._output.push_plain(chunk)
+        if text is not None:
+            self._record.tokens(1)
+        else:
+            delta = self.push(chunk)
+            if delta.finish_reason is not None:
+                self._last = delta
+                return False
+            text = delta.text
+        if text:
             try:
-                cut.write(cut.plain.event(delta.text))
+                cut.write(cut.plain.event(text))
             except ConnectionResetError:
                 return True  # the client has left: the task is being cancelled
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -32,8 +33,7 @@ class RequestProgress:
 @dataclass(slots=True)
 class RunningAttempt:
     """The chunks of one attempt; call `note` with each. `counted`: its legs. `prefilled`: called with the first
-    chunk, when the prompt is computed. `failures`: errors of handoffs by reason; None: no handoff. `ended`: called
-    after all legs.
+    chunk. `failures`: errors of handoffs by reason; None: no handoff. `ended`: called after all legs.
     """
 
     chunks: LegChunks
@@ -91,8 +91,14 @@ class RunningAttempt:
 
 def pass_on(take: Take, joined: Joined, observed: ObservedRequest, chunk: TokenChunk) -> bool:
     """Whether a chunk of the decode leg only adds tokens, and was taken."""
-    if not joined.adds(chunk) or not take(chunk):
+    if chunk.finish_reason is not None or chunk.queued_s is not None:
+        return False
+    if chunk.logprobs is not None or chunk.prompt_logprobs is not None:
+        return False
+    known, num_new = len(joined.token_ids), len(chunk.token_ids)
+    left = joined.request.sampling_params.max_tokens - known
+    if chunk.position != known or not 0 < num_new <= left or not take(chunk):
         return False
     joined.token_ids += chunk.token_ids
-    observed.on_chunk(chunk)
+    observed.timeline.on_tokens(time.monotonic(), num_new, chunk.accepted, chunk.drafted)
     return True

@@ -83,16 +83,6 @@ class Joined:
         self.token_ids += chunk.token_ids
         return chunk
 
-    def adds(self, chunk: TokenChunk) -> bool:
-        """Whether `push` would return the chunk, which only adds tokens."""
-        if chunk.finish_reason is not None or chunk.queued_s is not None:
-            return False
-        if chunk.logprobs is not None or chunk.prompt_logprobs is not None:
-            return False
-        known = len(self.token_ids)
-        left = self.request.sampling_params.max_tokens - known
-        return chunk.position == known and 0 < len(chunk.token_ids) <= left
-
     def rest(self, attempt: int, waited_s: float = 0.0) -> GenerateRequest:
         """The request for the missing tokens. Each attempt has its own id: engines may still hold earlier attempts."""
         if attempt == 0:

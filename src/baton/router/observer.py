@@ -41,7 +41,6 @@ class ObservedRequest(msgspec.Struct, frozen=True):
         self.timeline.on_route(time.monotonic(), why, engines)
 
     def on_chunk(self, chunk: TokenChunk) -> None:
-        """Call before the chunk goes to the client."""
         self.timeline.on_tokens(time.monotonic(), len(chunk.token_ids), chunk.accepted, chunk.drafted)
         if chunk.queued_s is not None:
             self.timeline.queued_s = chunk.queued_s

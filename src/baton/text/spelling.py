@@ -38,7 +38,8 @@ class Spelling:
     def raw(self, token_id: int) -> bytes | None:
         """The bytes of a token that may be a part of a character; None for a token that is text."""
         if self.in_bytes:
-            return self.token_bytes(token_id)
+            raw = self._known.get(token_id)
+            return self.token_bytes(token_id) if raw is None else raw
         value = self.byte_values.get(token_id)
         return None if value is None else bytes([value])
 

@@ -13,7 +13,9 @@ from baton.openai.backend import ServedModel
 from baton.openai.format import PlainEvents, encode_event, stream_event
 from baton.openai.output import ChoiceOutput, Delta
 from baton.openai.plan import Plan, make_chat_plan, make_completion_plan
+from baton.parsing.forced import PlainParser
 from baton.text import Tokenizer
+from baton.wire import TokenChunk, TokenLogprobs
 
 COMPLETION = {"prompt": "a"}
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
@@ -31,3 +33,42 @@ def test_a_plain_event_is_that_of_its_delta(
         output = ChoiceOutput(model.tokenizer, request)
         plain = PlainEvents(plan, index, output)
         assert plain.event(text) == encode_event(stream_event(plan, index, Delta(text=text), output, False))
+
+
+def test_a_plain_chunk_has_the_text_of_any_other(directory: Path) -> None:
+    tokenizer = Tokenizer.load(directory)
+    request = make_completion_plan(b'{"prompt": "a"}', ServedModel("m", tokenizer, 256, 258, 0)).requests[0]
+    one, other = ChoiceOutput(tokenizer, request), ChoiceOutput(tokenizer, request)
+    for position, token in enumerate(tokenizer.encode("a\u00e9\u4f60b")):
+        chunk = TokenChunk(request_id="r", token_ids=[token], position=position)
+        assert one.push_plain(chunk) == other.push(chunk).text
+    assert (one.text, one.token_ids, one.text_offsets) == (other.text, other.token_ids, other.text_offsets)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"token_ids": [64, 64]},
+        {"token_ids": []},
+        {"finish_reason": "length"},
+        {"accepted": [0], "drafted": [2]},
+        {"num_cached_tokens": 16},
+        {"queued_s": 0.5},
+        {"logprobs": [TokenLogprobs(-1.0)]},
+        {"prompt_logprobs": [None]},
+    ],
+)
+def test_a_chunk_with_anything_else_is_not_plain(more: dict[str, Any], directory: Path) -> None:
+    tokenizer = Tokenizer.load(directory)
+    request = make_completion_plan(b'{"prompt": "a"}', ServedModel("m", tokenizer, 256, 258, 0)).requests[0]
+    output = ChoiceOutput(tokenizer, request)
+    assert output.push_plain(TokenChunk(**{"request_id": "r", "token_ids": [64], "position": 0, **more})) is None
+    assert output.token_ids == []
+
+
+def test_text_that_is_parsed_or_searched_is_not_plain(directory: Path) -> None:
+    tokenizer = Tokenizer.load(directory)
+    request = make_completion_plan(b'{"prompt": "a"}', ServedModel("m", tokenizer, 256, 258, 0)).requests[0]
+    chunk = TokenChunk(request_id="r", token_ids=[64], position=0)
+    assert ChoiceOutput(tokenizer, request, ["b"]).push_plain(chunk) is None
+    assert ChoiceOutput(tokenizer, request, None, PlainParser()).push_plain(chunk) is None

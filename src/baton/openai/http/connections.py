@@ -93,10 +93,14 @@ class ClientConnection(web.RequestHandler):
         self._note_sent(before)
 
     def send_raw(self, data: bytes) -> None:
-        before = self._check_unread()
-        if self._open is None or self._open.is_closing():
+        transport = self._open
+        if transport is None or transport.is_closing():
             raise ConnectionResetError("the client has left")
-        self._open.write(data)
+        if self._write_timer is None and self.tls is None:  # nothing is unread
+            transport.write(data)
+            return
+        before = self._check_unread()
+        transport.write(data)
         self._note_sent(before)
 
     def _check_unread(self) -> int:
@@ -152,6 +156,11 @@ class ClientConnection(web.RequestHandler):
 
     def is_reading_paused(self) -> bool:
         return self._reading_paused or getattr(self, "_buffer_paused", False)  # since aiohttp 3.14
+
+    def resume_reading(self, *args: Any, **options: Any) -> None:
+        """aiohttp's also parses again."""
+        if self.is_reading_paused():
+            super().resume_reading(*args, **options)
 
     def data_received(self, data: bytes) -> None:
         if self._discards:

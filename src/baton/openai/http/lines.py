@@ -82,9 +82,11 @@ class LineReader:
                 longest = bytes(max((self._begun, *lines), key=len)[:_SHOWN])
                 self.fail(LineTooLong(longest + b"...", self._max))
                 return
+        waiter = self._waiter
         try:
             for line in lines:
-                if line and not self._takes(line):
+                waits = waiter is not None and not waiter.done() and not self._lines and self._error is None
+                if line and not (waits and self.take is not None and self.take(line)):
                     self._lines.append(line)
         except Exception as error:
             self.fail(error)
@@ -105,10 +107,6 @@ class LineReader:
             setattr(self.content._protocol, _READER, None)
         self._wake()
 
-    def _takes(self, line: bytes) -> bool:
-        waits = self._waiter is not None and not self._waiter.done() and not self._lines and self._error is None
-        return waits and self.take is not None and self.take(line)
-
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -120,7 +118,8 @@ class _PassedOn(StreamReader):
     __slots__ = ()
 
     def feed_data(self, data: bytes, size: int = 0) -> bool:
-        if data and (reader := _reader_of(self)) is not None:
+        reader: LineReader | None = getattr(self._protocol, _READER, None)
+        if data and reader is not None and reader.content is self:
             reader.feed(data)
         return False
 
