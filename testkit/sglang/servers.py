@@ -166,15 +166,22 @@ def _start(folder: Path, config: Config, model: Path) -> Server:
 
 _PORTS = list(range(10_000, 32_000, 50))
 random.SystemRandom().shuffle(_PORTS)
+_held: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """Each once, and below those that the system hands out: SGLang takes others near it, by fixed steps."""
+    """Each once, and below those that the system hands out: SGLang takes others near it, by fixed steps. No other call,
+    in any process, finds it free while this process lives; SGLang, which sets SO_REUSEADDR, can listen on it."""
     while True:
-        port = _PORTS.pop()
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+        port, holder = _PORTS.pop(), socket.socket()
+        try:
+            holder.bind(("127.0.0.1", port))
+        except OSError:
+            holder.close()
+            continue
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _held.append(holder)
+        return port
 
 
 def _wait_ready(server: Server) -> None:

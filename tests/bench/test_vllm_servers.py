@@ -6,6 +6,7 @@ import contextlib
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from baton.openai.http.serving import bind
 from benchmarks.vllm.servers import VllmServer, free_port
 from testkit.inside import processes_of
+from testkit.sglang import servers
 
 # As an engine does: it makes shared memory that a resource tracker knows, and starts a process that uses it too.
 ENGINE = """
@@ -27,8 +29,9 @@ time.sleep(600)
 """
 
 
-def test_a_port_belongs_to_the_server_that_it_was_found_for() -> None:
-    port = free_port()
+@pytest.mark.parametrize("find", [free_port, servers.free_port], ids=["vllm", "sglang"])
+def test_a_port_belongs_to_the_server_that_it_was_found_for(find: Callable[[], int]) -> None:
+    port = find()
     with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
         other.bind(("127.0.0.1", port))
     with pytest.raises(ConnectionRefusedError):
