@@ -29,13 +29,13 @@ _PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 @dataclass(frozen=True, slots=True)
 class Load:
     """`due_s`: seconds from the start. `max_concurrency`: in flight; further due requests wait. `extra`: fields of each
-    body. `request_timeout_s`: to the answer's end."""
+    body. `request_timeout_s`: to an answer's end; None: no limit."""
 
     requests: Sequence[LoadRequest]
     due_s: Sequence[float]
     max_concurrency: int | None = None
     extra: dict[str, Any] = field(default_factory=dict)
-    request_timeout_s: float = 6 * 3600.0
+    request_timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
