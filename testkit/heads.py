@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from baton.drafters.base import DraftBatch
@@ -62,7 +63,9 @@ def make_batch(
     vocab, num_rows, starts = head.embedding_and_head()[0].shape[0], len(pages.positions), batch.query_start
     features = torch.from_numpy(random.standard_normal((num_rows, head.feature_size), dtype=np.float32)).bfloat16()
     words = random.integers(0, 1 << 60, (2, len(num_drafts))).astype(np.uint64)
-    choose = DraftSampler(Noise(*words, np.array(temperatures)), pages.positions[starts[1:] - 1] + 2, vocab)
+    margins = np.full((len(num_drafts), max(num_drafts)), np.inf)
+    noise, first = Noise(*words, np.array(temperatures)), pages.positions[starts[1:] - 1] + 2
+    choose = DraftSampler(noise, first, vocab, margins=margins)
     return DraftBatch(
         next_ids=random.integers(0, vocab, num_rows),
         positions=pages.positions,
@@ -73,13 +76,20 @@ def make_batch(
         pages=pages,  # type: ignore[arg-type]
         choose=choose,
         noise=choose.noise,
+        margins=margins,
     )
 
 
-def one_by_one(head: Eagle3, batch: DraftBatch, pages: PagedRequests) -> list[list[int]]:
-    """The drafts of the head's modules called one by one, over `pages`."""
+def one_by_one(
+    head: Eagle3, batch: DraftBatch, pages: PagedRequests
+) -> tuple[list[list[int]], npt.NDArray[np.float64]]:
+    """The drafts of the head's modules called one by one, over `pages`, and their margins, which the batch has not."""
     own = replace(batch, pages=pages)  # type: ignore[arg-type]
     head = copy.copy(head)
     head.writes = False
     extended = HeadDrafter.extend(head, own)
-    return HeadDrafter.draft(head, own, extended) if batch.num_drafts.any() else [[] for _ in batch.num_drafts]
+    drafts = HeadDrafter.draft(head, own, extended) if batch.num_drafts.any() else [[] for _ in batch.num_drafts]
+    assert batch.margins is not None
+    margins = batch.margins.copy()
+    batch.margins.fill(np.inf)
+    return drafts, margins

@@ -2,7 +2,8 @@
 
     python -m benchmarks.engine.adaptive_drafts [MODEL DRAFTER] [--batches 1,4,8,16,32]
 
-The engines share the weights, whose place in memory matters, and take turns step by step.
+The engines share the weights, whose place in memory matters, and take turns step by step. Steps count until the first
+request ends: with drafts requests end one by one, and the last ones would be a smaller batch.
 Without arguments: SmolLM2-135M-Instruct and its EAGLE-3 head. The ratio is auto over the better of the other two: the
 rounds' median, least and most.
 """
@@ -42,7 +43,7 @@ class _Run:
         scheduler = self._core.scheduler
         while scheduler.waiting or any(request.is_prefilling for request in scheduler.running):
             self._core.step()
-        self._before = self._counters()
+        self._before = self._after = self._counters()
         self._verifications = 0
         self._wall = self._cpu = 0.0
 
@@ -54,15 +55,19 @@ class _Run:
         return bool(self._core.scheduler.running)
 
     def step(self) -> None:
-        self._verifications += len(self._core.scheduler.running)
+        if len(self._core.scheduler.running) < self._batch:
+            self._core.step()
+            return
         wall, cpu = time.perf_counter(), time.process_time()
         self._core.step()
         self._wall += time.perf_counter() - wall
         self._cpu += time.process_time() - cpu
+        self._verifications += self._batch
+        self._after = self._counters()
 
     def result(self) -> tuple[float, float, float]:
         """Wall and CPU seconds per output token of a request, and drafts per verification."""
-        tokens, drafted = (now - before for now, before in zip(self._counters(), self._before, strict=True))
+        tokens, drafted = (now - before for now, before in zip(self._after, self._before, strict=True))
         made = tokens / self._batch
         return self._wall / made, self._cpu / made, drafted / self._verifications
 

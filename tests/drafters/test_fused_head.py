@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -78,9 +79,12 @@ def test_drafts_and_pages_are_those_of_the_modules(kind: str, batch: str) -> Non
     pages = PagedRequests(KINDS[kind].layers, HEADS, spans, seed=5, ahead=4)
     other = copy.deepcopy(pages)
     made = make_batch(head, pages, num_drafts, temperatures, seed=7)
-    expected = one_by_one(head, made, other)
+    expected, margins = one_by_one(head, made, other)
+    assert np.isfinite(margins).sum() == sum(num_drafts)
     fused_only(head)
     assert head.draft(made, head.extend(made)) == expected
+    assert made.margins is not None
+    np.testing.assert_array_equal(made.margins, margins)
     assert [len(one) for one in expected] == num_drafts
     for mine, others in zip(pages.kv, other.kv, strict=True):
         assert torch.equal(mine.view(torch.int16), others.view(torch.int16))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -423,14 +424,14 @@ def _passes_of_drafts(random: Random, layers: LayerKind, shape: tuple[int, int, 
     temperatures = [float(random.choice([0.0, 0.7])) for _ in spans]
     batch = make_batch(head, pages, counts, temperatures, int(random.integers(1 << 30)))
     other = copy.deepcopy(pages)
-    expected = one_by_one(head, batch, other)
+    expected, margins = one_by_one(head, batch, other)
     with guard:
         made = head.extend(batch)
     if not isinstance(made, list):
         raise AssertionError("the passes were not fused")
     same = [torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(pages.kv, other.kv, strict=True)]
-    if made != expected or not all(same):
-        raise AssertionError("other drafts or keys than those of the modules one by one")
+    if made != expected or not np.array_equal(cast(Any, batch.margins), margins) or not all(same):
+        raise AssertionError("other drafts, margins or keys than those of the modules one by one")
 
 
 def states(random: Random) -> None:

@@ -59,7 +59,9 @@ class DraftBatch:
     takes none. `contexts`: all known tokens per request, int64, empty unless the drafter `needs_contexts`. `chain`:
     inputs of the modules after the first, None for a single module. `target_pages`: the target's entries, of all
     positions up to each request's last row, for a `TargetReader`. `noise`: that of `choose`, None if a grammar also
-    limits the choice.
+    limits the choice. `margins` float64 [R, most drafts], None if not wanted: by how much the score of each draft
+    exceeds the next best one's (scores: logits, or logits over temperature plus noise). `choose` fills it; a drafter
+    that chooses by itself fills it, or leaves infinities.
     """
 
     next_ids: IntArray  # [T]
@@ -73,6 +75,7 @@ class DraftBatch:
     chain: ModuleChain | None = None
     target_pages: Pages | None = None
     noise: DraftNoise | None = None
+    margins: FloatArray | None = None
 
 
 class Drafter(Protocol):

@@ -141,8 +141,11 @@ class Eagle3(HeadDrafter):
             last = batch.query_start[1:].astype(np.int64)[np.flatnonzero(batch.num_drafts)] - 1
             ids, features = ids[last], features[self._tensor(last)]
         if passes:
-            chosen = fused.run(ids, self._normed(features).contiguous(), [one for one, _ in passes])
-            for (_, going), tokens in zip(passes, chosen, strict=True):
+            margins = [np.empty(one.num_sampled) for one, _ in passes if batch.margins is not None]
+            chosen = fused.run(ids, self._normed(features).contiguous(), [one for one, _ in passes], margins)
+            for step, ((_, going), tokens) in enumerate(zip(passes, chosen, strict=True)):
+                if batch.margins is not None and len(going):
+                    batch.margins[going, step] = margins[step]
                 for request, token in zip(going.tolist(), tokens.tolist(), strict=True):
                     drafts[request].append(token)
         return drafts

@@ -122,7 +122,7 @@ def step_plan(
     return plan, sampled
 
 
-def draft_plan(draft_rows: Sequence[DraftRows], spec: PlanSpec, rejection: bool) -> DraftPlan:
+def draft_plan(draft_rows: Sequence[DraftRows], spec: PlanSpec, rejection: bool, margins: bool = False) -> DraftPlan:
     """Drafts are chosen with the noise that the target will use; with `rejection`, greedily."""
     ids: list[int] = []
     feature_rows: list[int] = []
@@ -146,6 +146,7 @@ def draft_plan(draft_rows: Sequence[DraftRows], spec: PlanSpec, rejection: bool)
         constraints=_constraints(draft_rows),
         chain=_chain(draft_rows, spec.num_modules) if spec.num_modules > 1 else None,
         states={name: _draft_slots(draft_rows, name) for name in spec.draft_state_groups},
+        margins=margins,
     )
 
 

@@ -125,7 +125,7 @@ class ModelRunner:
             return DraftResult([[] for _ in plan.num_drafts], mtp_hidden)
         drafts = drafter.draft(batch, extended)
         _check_drafts(drafts, plan.num_drafts.tolist(), self.model.vocab_size, _name(drafter))
-        return DraftResult(drafts, mtp_hidden)
+        return DraftResult(drafts, mtp_hidden, batch.margins)
 
     def attend_for_drafter(self, plan: DraftPlan, reads: Sequence[TargetRead]) -> None:
         """Another stage's part of stage 0's `draft`."""
@@ -151,7 +151,8 @@ class ModelRunner:
         # The token after the last row is known, so the first draft is two positions after the row.
         first = rows.positions[rows.query_start[1:] - 1] + 2
         constrained = self._constrained(plan)
-        choose = DraftSampler(plan.noise, first, self.model.vocab_size, constrained)
+        margins = np.full((len(first), plan.num_drafts.max(initial=0)), np.inf) if plan.margins else None
+        choose = DraftSampler(plan.noise, first, self.model.vocab_size, constrained, margins)
         return DraftBatch(
             next_ids=rows.token_ids,
             positions=rows.positions,
@@ -164,6 +165,7 @@ class ModelRunner:
             chain=plan.chain,
             target_pages=self._target_pages(plan, states),
             noise=choose.noise if constrained is None else None,
+            margins=margins,
         )
 
     def _constrained(self, plan: DraftPlan) -> Constrained | None:

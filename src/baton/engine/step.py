@@ -23,7 +23,7 @@ from baton.engine.sampling.logprobs import token_logprobs
 from baton.engine.sampling.stopping import until_stop
 from baton.engine.sampling.verifier import Verified, verify
 from baton.engine.scheduler import ScheduledRows, Scheduler
-from baton.engine.speculation.adaptive import AdaptiveDrafts, limit_drafts
+from baton.engine.speculation.adaptive import AdaptiveDrafts, kept_drafts, limit_drafts
 from baton.engine.speculation.deferred import DeferredRows
 from baton.engine.speculation.probe import draft_probe, target_probe
 from baton.engine.step_plans import NOT_FINITE, StepPlan, StepResult
@@ -266,8 +266,10 @@ class StepRunner:
             return {}
         began = self.adaptive.timer() if self.adaptive is not None else 0.0
         try:
-            result = self.executor.draft(draft_plan(draft_rows, self.executor.spec, self.limits.rejection))
-            for index, (rows, ids) in enumerate(zip(draft_rows, result.drafts, strict=True)):
+            margins = self.adaptive is not None
+            result = self.executor.draft(draft_plan(draft_rows, self.executor.spec, self.limits.rejection, margins))
+            kept = kept_drafts(self.adaptive, draft_rows, result)
+            for index, (rows, ids) in enumerate(zip(draft_rows, kept, strict=True)):
                 rows.request.drafted(ids)
                 if len(result.mtp_hidden):
                     rows.request.mtp_hidden = result.mtp_hidden[index]

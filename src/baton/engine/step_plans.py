@@ -213,15 +213,17 @@ class DraftPlan:
     chain: ModuleChain | None = None  # for a drafter with several modules
     feature_steps: IntArray = field(default_factory=_none)  # [T]: each row's step; empty if the last for all
     states: Mapping[str, DraftSlots] = field(default_factory=dict)
+    margins: bool = False  # whether the result has them
 
 
 @dataclass(frozen=True, slots=True)
 class DraftResult:
     """`mtp_hidden` float32 [R, K - 1, E]: rows for the next plan of a drafter with K modules (zeros if a module needs
-    none); empty for other drafters."""
+    none); empty for other drafters. `margins`: as `DraftBatch.margins`, None if the plan wants none."""
 
     drafts: list[list[int]]
     mtp_hidden: npt.NDArray[np.float32]
+    margins: FloatArray | None = None
 
 
 def one_request(token_ids: Sequence[int], tables: Mapping[str, Sequence[int]], states: Container[str] = ()) -> Rows:

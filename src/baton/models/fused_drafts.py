@@ -85,9 +85,11 @@ class FusedDrafts:
         match = num_rows <= MAX_ROWS and lm_head.few_rows_match() and (fc is None or fc.few_rows_match())
         return self._layers.regions(num_rows, cache) if match else None
 
-    def run(self, ids: Int64, features_TF: Tensor, passes: Sequence[DraftPass]) -> list[Int64]:
+    def run(
+        self, ids: Int64, features_TF: Tensor, passes: Sequence[DraftPass], margins: Sequence[FloatArray] = ()
+    ) -> list[Int64]:
         """The chosen target ids of each pass, [N]. `ids` [T] and features, contiguous, are of the first pass's rows.
-        Raises `BatonError` for a bad slot.
+        `margins` [N], one for each pass, are filled. Raises `BatonError` for a bad slot.
         """
         work = self._layers.take_work(max(len(one.positions) for one in passes))
         fields = np.tile(work.fields, (len(passes), 1))
@@ -107,6 +109,8 @@ class FusedDrafts:
                 noises = np.array([0 if noise is None else noise.ctypes.data for noise in one.noises], dtype=np.int64)
                 row[at.NOISES], row[at.TEMPERATURES] = noises.ctypes.data, one.temperatures.ctypes.data
                 held.append(noises)
+            if margins:
+                row[at.MARGINS] = margins[number].ctypes.data
         fields[0, at.STATES if self._head.fc is None else at.FEATURES_IN] = features_TF.data_ptr()
         self._layers.call(work, fields, held)
         return chosen

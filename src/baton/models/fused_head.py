@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 # Weights per thread.
 _PARALLEL_WEIGHTS = 1 << 16
-# A piece's best logit and its number.
-BEST_BYTES = 16
+# Of a piece: its best score, that one's token, and its second score.
+BEST_BYTES = 24
 
 
 class FusedHead:

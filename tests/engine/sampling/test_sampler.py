@@ -251,16 +251,20 @@ def test_drafts_are_picked_as_the_target_would(
     logits = random.normal(size=(6, len(target_ids))).astype(np.float32)
     params = [SamplingParams(seed=i, temperature=t) for i, t in enumerate(temperatures)]
     first, requests, step = np.arange(20, 27), np.array([0, 1, 2, 4, 5, 6]), 2
-    picked = DraftSampler(noise_of(params), first, vocab_size)(
+    margins = np.full((7, step + 1), np.inf)
+    picked = DraftSampler(noise_of(params), first, vocab_size, margins=margins)(
         torch.from_numpy(logits), requests, step, torch.from_numpy(target_ids) if mapped else None
     )
-    expected = []
+    expected, by_hand = [], np.full_like(margins, np.inf)
     for row, request in zip(logits, requests.tolist(), strict=True):
         noise = gumbel(request, 0, int(first[request]) + step, vocab_size)[target_ids]
         temperature = params[request].temperature
         noisy = row.astype(np.float64) / temperature + noise if temperature else row
         expected.append(int(target_ids[np.argmax(noisy)]))
+        second, best = np.sort(noisy)[-2:].astype(np.float64)
+        by_hand[request, step] = best - second
     assert picked.tolist() == expected
+    np.testing.assert_array_equal(margins, by_hand)
 
 
 def test_logprobs_are_normalised_and_sorted() -> None:

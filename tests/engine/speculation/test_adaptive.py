@@ -29,6 +29,7 @@ from baton.engine.speculation.adaptive import (
     AdaptiveDrafts,
     draft_parts,
 )
+from baton.engine.speculation.draft_choice import DraftChoice
 from baton.engine.speculation.trials import TRY_STEPS
 from baton.errors import ConfigError
 from baton.verify.observe import make_cases
@@ -47,6 +48,7 @@ class RequestStub:
     request_id: str
     token_ids: list[int] = field(default_factory=lambda: [0] * 9)
     is_prefilling: bool = False
+    role: str = "full"
 
 
 def auto(spec: dict[str, Any], **more: Any) -> SpeculativeConfig:
@@ -56,7 +58,7 @@ def auto(spec: dict[str, Any], **more: Any) -> SpeculativeConfig:
 
 
 class RandomCounts(AdaptiveDrafts):
-    """Gives requests any number of drafts. `first`: the first count of each request."""
+    """Gives requests any number of drafts, and keeps any of them. `first`: the first count of each request."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(MOST_AUTO_DRAFTS)
@@ -70,6 +72,12 @@ class RandomCounts(AdaptiveDrafts):
         for one, count in zip(requests, counts, strict=True):
             self.first.setdefault(one.request_id, count)
         return np.array(counts)
+
+    def keep(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], margins_RK: np.ndarray) -> list[int]:
+        assert margins_RK.shape[0] == len(requests)
+        assert all(margins_RK.shape[1] >= len(ids) for ids in drafts)
+        assert not np.isnan(margins_RK).any()
+        return [self._random.randint(0, len(ids)) for ids in drafts]
 
 
 def at_random(one: Stepped, seed: int) -> RandomCounts:
@@ -189,9 +197,27 @@ def test_rows_that_cost_less_than_fewer_are_chosen() -> None:
         one: Any = RequestStub("one")
         for _ in range(200):
             for accepted in (0, 1, 1, 0, 1, 3, 1, 2):
+                adaptive.keep([one], [[0] * 8], np.full((1, 8), np.inf))
                 adaptive.verified(one, 8, accepted)
         chosen[knows] = adaptive.choose([one], [8]).tolist()
     assert chosen == {True: [3], False: [2]}
+
+
+def test_drafts_below_the_threshold_are_not_verified_unless_they_probe() -> None:
+    class Sure(AdaptiveDrafts):
+        def _best(self, requests: Sequence[Request], bounds: np.ndarray) -> DraftChoice:
+            return DraftChoice(np.minimum(bounds, 4), 0.5)
+
+    adaptive = Sure(4)
+    requests: list[Any] = [RequestStub(f"{number}") for number in range(8)]
+    margins = np.array([[9.0, 9.0, 0.1, 9.0]] * 7 + [[0.1, 9.0, 9.0, 9.0]])
+    drafts = [[1, 2, 3, 4]] * 6 + [[1], []]
+    for _ in range(PROBE_EVERY - 1):
+        adaptive.choose(requests, [4] * 8)
+    assert adaptive.keep(requests, drafts, margins) == [2] * 6 + [1, 0]
+    requests[0].role = "prefill"  # its drafts go to D, which chooses
+    adaptive.choose(requests, [4] * 8)
+    assert adaptive.keep(requests, drafts, margins) == [4, 4] + [2] * 4 + [1, 0]
 
 
 def test_few_requests_are_probed_at_a_time_and_all_in_turn() -> None:
@@ -217,9 +243,9 @@ def test_a_choice_of_no_drafts_holds_longer_unless_requests_leave() -> None:
     chosen: list[int] = []
 
     class Never(AdaptiveDrafts):
-        def _best(self, requests: Sequence[Request], bounds: np.ndarray) -> np.ndarray:
+        def _best(self, requests: Sequence[Request], bounds: np.ndarray) -> DraftChoice:
             chosen.append(len(requests))
-            return np.zeros_like(bounds)
+            return DraftChoice(np.zeros_like(bounds))
 
     adaptive = Never(8)
     requests: list[Any] = [RequestStub(f"{number}") for number in range(10)]
@@ -238,9 +264,9 @@ def test_a_choice_holds_for_some_steps_unless_a_request_comes() -> None:
     chosen: list[int] = []
 
     class Counted(AdaptiveDrafts):
-        def _best(self, requests: Sequence[Request], bounds: np.ndarray) -> np.ndarray:
+        def _best(self, requests: Sequence[Request], bounds: np.ndarray) -> DraftChoice:
             chosen.append(len(requests))
-            return np.minimum(bounds, 3)
+            return DraftChoice(np.minimum(bounds, 3))
 
     adaptive = Counted(8)
     requests: list[Any] = [RequestStub(f"{number}") for number in range(3)]
@@ -260,9 +286,9 @@ def test_a_try_is_short(seconds: float, num_chosen: int) -> None:
     chosen: list[int] = []
 
     class Always(AdaptiveDrafts):
-        def _best(self, requests: Sequence[Request], bounds: np.ndarray) -> np.ndarray:
+        def _best(self, requests: Sequence[Request], bounds: np.ndarray) -> DraftChoice:
             chosen.append(len(requests))
-            return np.minimum(bounds, 3)
+            return DraftChoice(np.minimum(bounds, 3))
 
     adaptive, drafted = Always(8), []
     requests: list[Any] = [RequestStub(f"{number}") for number in range(8)]
@@ -300,7 +326,12 @@ def test_there_is_a_choice_whatever_came_before(seed: int) -> None:
             assert all(0 <= count <= max(0, limit) for count, limit in zip(counts, most, strict=True))
             seconds = rng.choice([0.0, 1e-9, 1e-3, 1e-3, 0.02, 0.02, 3600.0])
             chooser.drafted([DraftRows(r, (), 8, 9, k) for r, k in zip(batch, counts, strict=True)], seconds)
-            for one, count in zip(batch, counts, strict=True):
+            margins = np.array(
+                [[rng.choice([0.0, 0.7, 9.0, np.inf, np.nan]) for _ in range(MOST_AUTO_DRAFTS)]] * len(batch)
+            )
+            kept = chooser.keep(batch, [[0] * count for count in counts], margins)
+            assert all(0 <= few <= count for few, count in zip(kept, counts, strict=True))
+            for one, count in zip(batch, kept, strict=True):
                 chooser.verified(one, count, rng.randrange(count + 1))
                 one.is_prefilling = rng.random() < 0.01
             chooser.computed([ScheduledRows(r, 8, 1 + k) for r, k in zip(batch, counts, strict=True)], seconds)

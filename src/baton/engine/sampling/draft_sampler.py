@@ -13,13 +13,18 @@ from baton.structured.drafting import Constrained
 
 class DraftSampler:
     """Chooses drafts with the target's noise at their positions. `first_position` [R]: of each request's first
-    draft."""
+    draft. `margins`: as `DraftBatch.margins`, filled."""
 
     def __init__(
-        self, noise: Noise, first_position: IntArray, vocab_size: int, constrained: Constrained | None = None
+        self,
+        noise: Noise,
+        first_position: IntArray,
+        vocab_size: int,
+        constrained: Constrained | None = None,
+        margins: FloatArray | None = None,
     ) -> None:
         self._noise, self._first, self._vocab_size = noise, first_position, vocab_size
-        self._constrained = constrained
+        self._constrained, self._margins = constrained, margins
         self._greedy = not noise.temperature.any()
 
     def __call__(self, logits_RV: Tensor, requests: IntArray, step: int, target_ids: Tensor | None) -> IntArray:
@@ -50,12 +55,14 @@ class DraftSampler:
     def _choose(self, logits_RV: Tensor, requests: IntArray, step: int, target_ids: Tensor | None) -> IntArray:
         if self._greedy:
             likeliest = logits_RV.argmax(dim=-1)
+            self._note_margins(requests, step, logits_RV)
             ids: IntArray = (likeliest if target_ids is None else target_ids[likeliest]).cpu().numpy()
             return ids
         drawn = np.flatnonzero(self._noise.temperature[requests])
         best = np.empty(len(requests), dtype=np.int64)
         if len(drawn) < len(requests):
             best[:] = logits_RV.argmax(dim=-1).cpu().numpy()
+            self._note_margins(requests, step, logits_RV)
         at_once = max(1, BLOCK_SIZE // self._vocab_size)
         for rows in (drawn[i : i + at_once] for i in range(0, len(drawn), at_once)):
             own = self._noise.take(requests[rows])
@@ -64,7 +71,13 @@ class DraftSampler:
             scores = logits.double() / on_device(own.temperature, logits_RV)[:, None]
             scores += noise if target_ids is None else noise.index_select(1, target_ids)
             best[rows] = scores.argmax(dim=-1).cpu().numpy()
+            self._note_margins(requests[rows], step, scores)
         if target_ids is None:
             return best
         picked: IntArray = target_ids.index_select(0, on_device(best, target_ids)).cpu().numpy()
         return picked
+
+    def _note_margins(self, requests: IntArray, step: int, scores_RV: Tensor) -> None:
+        if self._margins is not None and scores_RV.shape[-1] > 1:
+            first, second = scores_RV.topk(2, dim=-1).values.double().cpu().numpy().T
+            self._margins[requests, step] = first - second

@@ -1,4 +1,6 @@
-"""k per step and request, from batch, context lengths, and measured acceptance and times."""
+"""k per step and request, from batch, context lengths, and measured acceptance and times: how many drafts are made, and
+how many of them are verified.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,12 @@ import numpy.typing as npt
 from baton.engine.planning import DraftRows
 from baton.engine.request import Request
 from baton.engine.scheduler import ScheduledRows
-from baton.engine.speculation.acceptance_rates import AcceptanceRates, Counts
+from baton.engine.speculation.acceptance_rates import UNKNOWN, AcceptanceRates, OwnFactor, classes_of
 from baton.engine.speculation.cost_model import FewRows, LinearCost
-from baton.engine.speculation.draft_choice import IntArray, RoundCosts, choose_drafts
+from baton.engine.speculation.draft_choice import DraftChoice, FloatArray, IntArray, RoundCosts, choose_drafts
 from baton.engine.speculation.probe import draft_probe, target_probe
 from baton.engine.speculation.trials import TRY_STEPS, Trials
+from baton.engine.step_plans import DraftResult
 
 if TYPE_CHECKING:
     from baton.engine.executor import Executor
@@ -60,7 +63,9 @@ class AdaptiveDrafts:
     def __init__(self, most: int, timer: Callable[[], float] = time.monotonic, steps_per_pass: int = 1) -> None:
         self.timer, self._max_drafts, self._steps_per_pass = timer, most, steps_per_pass
         self._rates = AcceptanceRates(most)
-        self._own: WeakKeyDictionary[Request, Counts] = WeakKeyDictionary()
+        self._own: WeakKeyDictionary[Request, OwnFactor] = WeakKeyDictionary()
+        # Of drafts that are to be verified.
+        self._classes: WeakKeyDictionary[Request, list[int]] = WeakKeyDictionary()
         self.target_cost = LinearCost((1.0, 16.0, 8.0, 4096.0, 16384.0, *[16.0] * len(_KNEES)))
         self.drafter_cost = LinearCost((1.0, 16.0, 1.0, 4.0, 16.0))
         self.few_rows = FewRows()
@@ -70,11 +75,13 @@ class AdaptiveDrafts:
         self._trials = Trials()
         self._num_accepted, self._draft_s = 0, 0.0  # of this step
         self._chosen: dict[str, int] = {}
+        self._threshold = 0.0
+        self._probed: set[Request] = set()  # in this step
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        if request not in self._own:
-            self._own[request] = self._rates.new()
-        self._rates.verified(self._own[request], num_drafts, num_accepted)
+        classes = self._classes.pop(request, [])[:num_drafts]
+        classes += [UNKNOWN] * (num_drafts - len(classes))
+        self._rates.verified(self._own.setdefault(request, OwnFactor()), classes, num_accepted)
         self._num_accepted += num_accepted
 
     def computed(self, scheduled: Sequence[ScheduledRows], seconds: float) -> None:
@@ -105,9 +112,11 @@ class AdaptiveDrafts:
     def choose(self, requests: Sequence[Request], most: Sequence[int]) -> IntArray:
         bounds = np.maximum(np.array(most, dtype=np.int64), 0)
         self._num_choices += 1
+        self._probed.clear()
         chosen = [self._chosen.get(request.request_id) for request in requests]
         if self._num_choices >= self._choose_at or len(requests) < self._least_requests or None in chosen:
-            counts, steps = self._best(requests, bounds), CHOOSE_EVERY
+            choice, steps = self._best(requests, bounds), CHOOSE_EVERY
+            counts, self._threshold = choice.counts, choice.threshold
             if not counts.any():
                 self._trials.end()
                 steps = CHOOSE_SELDOM
@@ -122,20 +131,42 @@ class AdaptiveDrafts:
         else:
             counts = np.array(chosen, dtype=np.int64)
         if self._num_choices >= self._probe_at:
-            self._probe(counts)
+            self._probe(requests, counts)
         return np.minimum(counts, bounds)
 
-    def _probe(self, counts: IntArray) -> None:
+    def _probe(self, requests: Sequence[Request], counts: IntArray) -> None:
         self._probe_wait = PROBE_EVERY if counts.any() else min(2 * self._probe_wait, PROBE_SELDOM)
         self._probe_at = self._num_choices + self._probe_wait
         self._num_probes += 1
         count = -(-len(counts) // _PROBED_SHARE)
         probed = (self._num_probes * count + np.arange(count)) % len(counts)
         counts[probed] = np.maximum(counts[probed], 1)
+        self._probed = {requests[index] for index in probed.tolist()}
 
-    def _best(self, requests: Sequence[Request], bounds: IntArray) -> IntArray:
-        survival = self._rates.survival([self._own.get(request) for request in requests])
+    def _best(self, requests: Sequence[Request], bounds: IntArray) -> DraftChoice:
+        self._rates.update()
+        survival = self._rates.expected(self._factors(requests))
         return choose_drafts(survival, bounds, self._costs(np.array([len(r.token_ids) for r in requests])))
+
+    def _factors(self, requests: Sequence[Request]) -> FloatArray:
+        own = (self._own.get(request) for request in requests)
+        return np.array([1.0 if one is None else one.factor for one in own])
+
+    def keep(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], margins_RK: FloatArray) -> list[int]:
+        """How many drafts of each request to verify. `margins_RK`: `DraftResult.margins`."""
+        counts = [len(ids) for ids in drafts]
+        made = [index for index, request in enumerate(requests) if counts[index] and request.role != "prefill"]
+        if not made:
+            return counts
+        classes = classes_of(margins_RK[made])
+        self._rates.drafted(classes)
+        drafting = [requests[index] for index in made]
+        kept = (self._rates.survival(self._factors(drafting), classes) >= self._threshold).sum(axis=1)
+        for index, request, most, found in zip(made, drafting, kept.tolist(), classes.tolist(), strict=True):
+            if request not in self._probed:
+                counts[index] = min(counts[index], most)
+            self._classes[request] = found
+        return counts
 
     def _costs(self, contexts: IntArray) -> RoundCosts:
         _, row, _, _, row_context, *beyond = self.target_cost.each()
@@ -143,16 +174,12 @@ class AdaptiveDrafts:
         target = self.target_cost.seconds(target_parts([(1, c) for c in contexts.tolist()]))
         entries, steps = self.drafter_cost.seconds(draft_parts(len(contexts), [0])), self._steps_per_pass
         waiting = self.drafter_cost.seconds(draft_parts(steps * len(contexts), [0])) / steps
-        base, start = target + waiting, start + entries - waiting
-        each = np.maximum(row + row_context * contexts + draft, 1e-12)
         drafts = np.arange(1 + len(contexts) * self._max_drafts)
         rows = len(contexts) + drafts
         more = sum(cost * np.maximum(rows - knee, 0) for cost, knee in zip(beyond, _KNEES, strict=True))
-        more = more - more[0]
-        line = target + more + drafts * float(np.mean(row + row_context * contexts))
-        verified = line * (self.few_rows.of(rows) - 1)
-        more, base = more + verified - verified[0], base + verified[0]
-        return RoundCosts(base or 1.0, float(start), each, float(depth), more)
+        line = target + more - more[0] + drafts * max(float(row + row_context * contexts.mean()), 1e-12)
+        verified = line * self.few_rows.of(rows)
+        return RoundCosts(waiting, start + entries - waiting, float(depth), float(draft), verified)
 
     def measure(
         self,
@@ -218,6 +245,16 @@ def limit_drafts(chooser: DraftCounts, draft_rows: Sequence[DraftRows]) -> list[
     counts = chooser.choose([rows.request for rows in chosen], [rows.num_drafts for rows in chosen])
     most = {rows.request: count for rows, count in zip(chosen, counts.tolist(), strict=True)}
     return [_at_most(rows, most.get(rows.request, SEEDED_DRAFTS)) for rows in draft_rows]
+
+
+def kept_drafts(
+    chooser: AdaptiveDrafts | None, draft_rows: Sequence[DraftRows], result: DraftResult
+) -> list[list[int]]:
+    """The drafts to verify."""
+    if chooser is None or result.margins is None:
+        return result.drafts
+    counts = chooser.keep([rows.request for rows in draft_rows], result.drafts, result.margins)
+    return [ids[:count] for ids, count in zip(result.drafts, counts, strict=True)]
 
 
 def _at_most(rows: DraftRows, most: int) -> DraftRows:

@@ -1,4 +1,8 @@
-"""The choice of k for R requests, as a pure function: the most expected tokens per second."""
+"""The choice of drafts for R requests, as a pure function: the most expected tokens per second.
+
+All drafts are made first. Then those are verified that are likely enough to be accepted: the others' rows would cost
+more than they bring.
+"""
 
 from __future__ import annotations
 
@@ -17,37 +21,57 @@ LEAST_GAIN = 1.02
 
 @dataclass(frozen=True, slots=True)
 class RoundCosts:
-    """Seconds. `base`: of a round without drafts. `start`: for drafting at all. `draft` [R]: of one draft and its
-    verification. `depth`: of a drafter pass. `more` [1 + drafts]: by number of drafts, besides `draft`."""
+    """Seconds. `base`: of a round, besides verification. `start`: for drafting at all. `depth`: of a drafter pass.
+    `draft`: of making one draft. `verified` [1 + R x K]: of verification, by number of drafts."""
 
     base: float
     start: float
-    draft: FloatArray
     depth: float
-    more: FloatArray
+    draft: float
+    verified: FloatArray
+
+    def verification(self, num_drafts: FloatArray) -> FloatArray:
+        """Of mean numbers of drafts."""
+        return np.interp(num_drafts, np.arange(len(self.verified)), self.verified)
 
 
-def choose_drafts(survival_RK: FloatArray, most: IntArray, costs: RoundCosts) -> IntArray:
-    """The best number of drafts per request, int64 [R], at most `most`.
+@dataclass(frozen=True, slots=True)
+class DraftChoice:
+    """`counts` int64 [R]: drafts to make. Of them those are verified whose survival is at least `threshold`."""
 
-    `survival_RK`: the probability that a draft and all before it are accepted.
+    counts: IntArray
+    threshold: float = 0.0
+
+
+def choose_drafts(survival_RSK: FloatArray, most: IntArray, costs: RoundCosts) -> DraftChoice:
+    """At most `most` drafts per request.
+
+    `survival_RSK`: the probability that a draft and all before it are accepted, in S equally likely cases.
     """
-    num_requests, deepest = survival_RK.shape
-    allowed = np.arange(deepest) < most[:, None]
-    if not allowed.any():
-        return np.zeros(num_requests, dtype=np.int64)
-    # The first n are the best n, and a request's own are in order, since survival never rises.
-    order = np.argsort(-(survival_RK / costs.draft[:, None]).ravel(), kind="stable")
-    request, position = np.divmod(order, deepest)
-    allowed = allowed.ravel()[order]
-    # Row d: only the first d + 1 drafts of each request.
-    taken = allowed & (position <= np.arange(deepest)[:, None])
-    tokens = num_requests + np.cumsum(taken * survival_RK.ravel()[order], axis=1)
-    seconds = costs.base + costs.start + costs.depth * np.arange(1, deepest + 1)[:, None]
-    seconds = seconds + np.cumsum(taken * costs.draft[request], axis=1) + costs.more[np.cumsum(taken, axis=1)]
-    rates = tokens / seconds
-    best = int(np.argmax(rates))
-    if rates.flat[best] <= LEAST_GAIN * num_requests / costs.base:
-        return np.zeros(num_requests, dtype=np.int64)
-    depth, last = divmod(best, len(order))
-    return np.bincount(request[: last + 1], taken[depth, : last + 1], num_requests).astype(np.int64)
+    num_requests, cases, deepest = survival_RSK.shape
+    none = num_requests / ((costs.base + float(costs.verified[0])) or 1.0)
+    best, choice = LEAST_GAIN * none, DraftChoice(np.zeros(num_requests, dtype=np.int64))
+    for depth in range(1, min(deepest, int(most.max(initial=0))) + 1):
+        bounds = np.minimum(most, depth)
+        survival = np.where(np.arange(depth) < bounds[:, None, None], survival_RSK[:, :, :depth], 0.0)
+        # The first n are the best n, and a request's own are in order, since survival never rises.
+        ordered = np.sort(survival, axis=None)[::-1]
+        num_verified = np.arange(1, 1 + len(ordered)) / cases
+        seconds = costs.base + costs.start + costs.depth * depth + costs.draft * int(bounds.sum())
+        verification = costs.verification(num_verified)
+        rates = (num_requests + ordered.cumsum() / cases) / (seconds + verification)
+        last = int(np.argmax(rates))
+        if rates[last] > best:
+            best, threshold = float(rates[last]), float(ordered[last])
+            verified = float(verification[last] - costs.verified[0]) / float(num_verified[last])
+            choice = DraftChoice(_worth_making(survival, threshold, best * verified, best * costs.draft), threshold)
+    return choice
+
+
+def _worth_making(survival_RSK: FloatArray, threshold: float, verified: float, made: float) -> IntArray:
+    """Drafts per request, none for those that would cost more than they bring. `verified`, `made`: what doing that with
+    a draft costs, in tokens."""
+    kept = (survival_RSK >= threshold) & (survival_RSK > 0.0)
+    counts = kept.any(axis=1).sum(axis=1)
+    gained = np.where(kept, survival_RSK - verified, 0.0).sum(axis=2).mean(axis=1)
+    return np.where(gained > made * counts, counts, 0)

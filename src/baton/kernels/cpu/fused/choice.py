@@ -1,4 +1,4 @@
-"""An LM head and the choice of tokens: argmax of logits, or of logits over temperature plus noise."""
+"""An LM head and the choice of tokens: argmax of scores, which are logits, or logits over temperature plus noise."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from baton.kernels.cpu.fused.fields import (
     CHOSEN,
     HEAD,
     HIDDEN,
+    MARGINS,
     NOISES,
     NUM_SAMPLED,
     OUTPUTS,
@@ -54,27 +55,48 @@ def _likeliest(logits: Any, first: int, checks: int) -> tuple[float, int]:
 
 
 @jit
-def _noisiest(a: Any, n: int, noise_at: int, logits: Any, first: int) -> tuple[float, int]:
+def _second(logits: Any, best: int) -> Any:
+    """The order of the greatest logit but number `best`."""
+    second = np.int64(-_INFINITE)
+    for i in range(best):
+        second = max(second, _order(logits[i]))
+    for i in range(best + 1, len(logits)):
+        second = max(second, _order(logits[i]))
+    return np.float64(second)
+
+
+@jit
+def _logit(order: float) -> Any:
+    bits = np.int64(order)
+    return np.float64(to_f32(np.uint16(bits if bits >= 0 else _SIGN - bits)))
+
+
+@jit
+def _noisiest(a: Any, n: int, noise_at: int, logits: Any, first: int) -> tuple[float, int, float]:
+    """The greatest score, its number, and the second."""
     temperature = carray(pointer(a[TEMPERATURES], np.float64(0.0)), (n + 1,))[n]
-    best, place = _MINUS_INFINITY, first
+    best, place, second = _MINUS_INFINITY, first, _MINUS_INFINITY
     for i in range(len(logits)):
         token = number_at(a[TARGET_IDS], first + i) if a[TARGET_IDS] != 0 else first + i
         noise = carray(pointer(noise_at, np.float64(0.0)), (token + 1,))[token]
         score = np.float64(to_f32(logits[i])) / temperature + noise
         if score > best:
-            best, place = score, first + i
-    return best, place
+            best, place, second = score, first + i, best
+        else:
+            second = max(second, score)
+    return best, place, second
 
 
 @jit
 def head(a: Any, scratch: int, stage: int) -> None:
-    """Two stages. Each piece of the logits keeps its best."""
+    """Two stages. Each piece of the logits keeps its best, and its second if margins are wanted."""
     num_rows, vocab, weight = a[NUM_SAMPLED], a[VOCAB], a[HEAD : HEAD + 3]
     total, mine = num_pieces(vocab), 0
     x = operand(a, num_rows, a[OUTPUTS], a[HIDDEN], weight, stage)
     stage += STAGE_BYTES
     bests = carray(pointer(a[BESTS], np.float64(0.0)), (num_rows, total))
     places = carray(pointer(a[BESTS] + 8 * num_rows * total, np.int64(0)), (num_rows, total))
+    seconds = carray(pointer(a[BESTS] + 16 * num_rows * total, np.float64(0.0)), (num_rows, total))
     piece = take_piece(stage)
     while piece < total:
         first, count = outputs_of(vocab, piece)
@@ -85,11 +107,26 @@ def head(a: Any, scratch: int, stage: int) -> None:
             noise_at = number_at(a[NOISES], n) if a[NOISES] != 0 else 0
             if noise_at == 0:
                 bests[n, piece], places[n, piece] = _likeliest(logits, first, a[CHECKS])
+                if a[MARGINS] != 0:
+                    seconds[n, piece] = _second(logits, places[n, piece] - first)
             else:
-                bests[n, piece], places[n, piece] = _noisiest(a, n, noise_at, logits, first)
+                bests[n, piece], places[n, piece], seconds[n, piece] = _noisiest(a, n, noise_at, logits, first)
         mine += 1
         piece = following
     finish(stage, mine, total)
+
+
+@jit
+def _margin(a: Any, n: int, bests: Any, best: int) -> None:
+    num_rows, pieces = a[NUM_SAMPLED], len(bests)
+    second = carray(pointer(a[BESTS] + 16 * num_rows * pieces, np.float64(0.0)), (num_rows, pieces))[n, best]
+    for piece in range(pieces):
+        if piece != best:
+            second = max(second, bests[piece])
+    first = bests[best]
+    if a[NOISES] == 0 or number_at(a[NOISES], n) == 0:
+        first, second = _logit(first), _logit(second)
+    carray(pointer(a[MARGINS], np.float64(0.0)), (num_rows,))[n] = first - second
 
 
 @jit
@@ -106,6 +143,8 @@ def choose(a: Any, stage: int) -> None:
                 best = piece
         token = places[n, best]
         chosen[n] = number_at(a[TARGET_IDS], token) if a[TARGET_IDS] != 0 and token >= 0 else token
+        if a[MARGINS] != 0:
+            _margin(a, n, bests[n], best)
         mine += 1
         n = take_piece(stage)
     finish(stage, mine, num_rows)

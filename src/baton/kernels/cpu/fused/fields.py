@@ -6,7 +6,7 @@ Shapes: T rows, H query heads, G key-value heads, D head size, E hidden size, I 
 from __future__ import annotations
 
 # A weight is three addresses: its own, that of its scales (0: not int8), that of its bias (0: none).
-NUM_FIELDS = 52
+NUM_FIELDS = 53
 (
     FAULT,
     NUM_ROWS,
@@ -54,9 +54,10 @@ NUM_FIELDS = 52
     TARGET_IDS,  # int64 [VOCAB] (0: the same)
     NOISES,  # [N]: addresses of float64 noise by target id (0: none)
     TEMPERATURES,  # float64 [N]
-    BESTS,  # float64 and int64 [N, pieces of the head]
+    BESTS,  # float64, int64 and float64 [N, pieces of the head]: the best score, its token, the second score
     CHECKS,  # whether -1 is chosen where a logit is not finite
     CHOSEN,  # int64 [N]
+    MARGINS,  # float64 [N]: the best score less the second (0: not wanted)
 ) = range(NUM_FIELDS)  # fmt: skip
 NUM_COLUMNS = 19
 (
