@@ -91,6 +91,12 @@ def assert_same_kv(cache: PagedRequests, other: PagedRequests) -> None:
         assert torch.equal(mine.view(torch.int16), others.view(torch.int16))
 
 
+def has_same_kv(cache: PagedRequests, other: PagedRequests, layer: int) -> bool:
+    region, index, _ = cache.regions().layers[layer].tolist()
+    mine, others = (one.kv[region][:, index].contiguous().view(torch.int16) for one in (cache, other))
+    return torch.equal(mine, others)
+
+
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
@@ -125,13 +131,18 @@ def test_blocks_of_rows_have_the_bits_of_layers_one_by_one(
     regions = fused.regions(num_rows, cache)  # type: ignore[arg-type]
     assert regions is not None
     kept, out = {1: torch.empty_like(x)}, x.clone()
-    written: list[bool] = []
+    told: list[range] = []
+    written: list[list[bool]] = []
 
-    def wrote() -> None:
-        written.append(torch.equal(cache.kv[0].view(torch.int16), other.kv[0].view(torch.int16)))
+    def wrote(some: range) -> None:
+        told.append(some)
+        written.append([has_same_kv(cache, other, layer) for layer in range(len(layers))])
 
     fused.run(out, [rotary], dataclasses.replace(regions, wrote=wrote), kept, block_rows)
-    assert written == [True]
+    last = len(layers) - 1
+    assert told == [range(last), range(last, last + 1)]
+    # The last layer of the last rows is still missing at first.
+    assert written == [[True] * last + [False], [True] * (last + 1)]
     assert torch.equal(out, torch.cat([seen[-1] for seen in expected]))
     assert torch.equal(kept[1], torch.cat([seen[1] for seen in expected]))
     assert_same_kv(cache, other)

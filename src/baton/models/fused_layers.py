@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -122,24 +124,38 @@ class FusedLayers:
         """Replaces contiguous rows x [T, E] by the last layer's output. `kept`: tensors [T, E] that get the input of
         these layers. Raises `BatonError` for a bad slot.
         """
-        if len(x) <= block_rows:
-            self._run(x, rotaries, regions, kept)
-        else:
-            for start in range(0, len(x), block_rows):
-                rows = slice(start, start + block_rows)
-                block = regions.block(start, min(start + block_rows, len(x)))
-                self._run(x[rows], rotaries, block, {layer: tensor[rows] for layer, tensor in kept.items()})
-        regions.wrote()
+        num_layers = len(self._table)
+        for start in range(0, len(x), block_rows):
+            rows = slice(start, min(start + block_rows, len(x)))
+            block = regions if len(x) <= block_rows else regions.block(rows.start, rows.stop)
+            inputs = {layer: tensor[rows] for layer, tensor in kept.items()}
+            wrote = regions.wrote if rows.stop == len(x) else None
+            # The others are copied while the last layer is computed.
+            cuts = [0, num_layers] if wrote is None else [0, num_layers - 1, num_layers]
+            for layers in itertools.starmap(range, itertools.pairwise(cuts)):
+                self._run(x[rows], rotaries, block, inputs, layers)
+                if wrote is not None:
+                    wrote(layers)
 
-    def _run(self, x: Tensor, rotaries: Sequence[Rotary], regions: KVRegions, kept: Mapping[int, Tensor]) -> None:
+    def _run(
+        self,
+        x: Tensor,
+        rotaries: Sequence[Rotary],
+        regions: KVRegions,
+        kept: Mapping[int, Tensor],
+        layers: range,
+    ) -> None:
         work = self.take_work(len(x))
         fields = work.fields.copy()
         features = self._no_features.copy()
         for layer, tensor in kept.items():
             features[layer] = tensor.data_ptr()
-        fields[at.X], fields[at.FEATURES] = x.data_ptr(), features.ctypes.data
+        part = slice(layers.start, layers.stop)
+        fields[at.X], fields[at.FEATURES] = x.data_ptr(), features[part].ctypes.data
+        fields[at.NUM_LAYERS], fields[at.LAYERS] = len(layers), self._table[part].ctypes.data
         tables = rotary_tables(rotaries, int(regions.positions.max()))
-        self.call(work, fields[None], self.place(fields, regions, regions.positions, tables))
+        held = self.place(fields, replace(regions, layers=regions.layers[part]), regions.positions, tables)
+        self.call(work, fields[None], held, features)
 
     def place(self, fields: Int64, regions: KVRegions, angles: Int64, rotaries: RotaryTables) -> object:
         """Set where a pass's rows are. Returns what holds the arrays."""

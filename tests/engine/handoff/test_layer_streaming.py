@@ -128,18 +128,19 @@ def test_the_last_layers_are_copied_before_the_first_token_is_chosen(
 def test_the_last_chunk_is_copied_before_the_first_token_is_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without streaming by layer, in one piece."""
+    """Without streaming by layer: all layers but the last one before it is computed, then the last one."""
     seen: list[int] = []
     with pair(tmp_path, kv_stream="chunk", max_num_batched_tokens=64) as two:
 
         def do(layer_id: int, tell: Callable[[], None]) -> None:
             tell()
-            await_copies(two, LAYER_BYTES * NUM_LAYERS - 1 if layer_id < NUM_LAYERS - 1 else seen[-1])
+            await_copies(two, LAYER_BYTES * NUM_LAYERS - 1 if layer_id < NUM_LAYERS - 2 else seen[-1])
             seen.append(copied(two))
 
         in_forwards(two, monkeypatch, do)
         handed_over(two, "two chunks", prompt_of(128))
-    assert seen == [*[LAYER_BYTES * NUM_LAYERS] * (NUM_LAYERS - 1), 2 * LAYER_BYTES * NUM_LAYERS]
+    chunk = LAYER_BYTES * NUM_LAYERS
+    assert seen == [*[chunk] * (NUM_LAYERS - 2), 2 * chunk - LAYER_BYTES, 2 * chunk]
 
 
 def test_a_layer_that_is_told_before_it_is_written_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,12 +111,12 @@ class PagedCache:
         batches = {name: BatchAddresses.of(self._batches[name]) for name in groups}
         regions = tuple(KVRegion(kv, batches[name].arrays[2]) for name, kv in groups.items())
         positions, query_start, _ = next(iter(batches.values())).arrays
-        return KVRegions(query_start, positions, regions, layers, self._wrote_all)
+        return KVRegions(query_start, positions, regions, layers, None if self._written is None else self._wrote)
 
-    def _wrote_all(self) -> None:
-        if self._written is not None:
-            for layer_id in sorted(self._layers):
-                self._written(layer_id)
+    def _wrote(self, layers: range) -> None:
+        assert self._written is not None
+        for layer_id in layers:
+            self._written(layer_id)
 
     def write(self, layer_id: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
         # A window of 1 costs almost nothing.

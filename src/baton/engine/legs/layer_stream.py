@@ -1,5 +1,5 @@
-"""KV streaming within a forward: the agent copies written layers while others are computed, the last ones during the
-LM head. States, drafters' entries and short chunks are sent after the step.
+"""KV streaming within a forward: the agent copies written layers while later ones and the LM head are computed.
+States, drafters' entries and short chunks are sent after the step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MOST_REPORTS = 8
 
 
 class StreamLimits(NamedTuple):
-    """`few_rows`: a forward of at most so many runs all layers in one call, which reports none."""
+    """`few_rows`: a forward of at most so many reports none."""
 
     min_bytes: int
     few_rows: int
@@ -29,7 +29,7 @@ LIMITS = StreamLimits(min_bytes=1 << 20, few_rows=64)
 
 
 class LayerStream:
-    """`groups`: over all ranks. Without `by_layer`: a last chunk is reported whole.
+    """`groups`: over all ranks. Without `by_layer`: a last chunk, before its last layer and after it.
 
     With `many_ranks` a layer counts as written when the next one is: in between, the ranks compute a sum.
     """
@@ -44,7 +44,6 @@ class LayerStream:
         limits: StreamLimits | None = None,
     ) -> None:
         self._agent, self._cache, self._behind, self._by_layer = agent, cache, int(many_ranks), by_layer
-        self._most_reports = _MOST_REPORTS if by_layer else 1
         self._min_bytes, self._few_rows = limits or LIMITS
         self._groups_of: dict[int, list[tuple[str, int]]] = {}  # by layer: its groups, and bytes per token
         for group in groups:
@@ -55,9 +54,10 @@ class LayerStream:
         kept = [group for of_layer in self._groups_of.values() for group in of_layer]
         self._names = {name for name, _ in kept}
         self._token_bytes = sum(token_bytes for _, token_bytes in kept)
-        # With each prompt's number of rows, and least bytes of a report.
+        # With each prompt's rows, and least bytes of a report.
         self._streamed: list[tuple[int, int, WrittenLayers]] = []
-        self._last, self._last_layer = -1, max(self._groups_of, default=-1)
+        self._last = -1
+        self._report_from = max(self._groups_of, default=-1) - (not by_layer)
 
     def begin(self, scheduled: Sequence[ScheduledRows]) -> Written | None:
         """None if streaming gains nothing."""
@@ -75,7 +75,7 @@ class LayerStream:
                 continue
             final = {name: self._cache.num_final(name, n, computed, 0) for name in self._names}
             pages = self._cache.offered(request.kv, n)
-            least = max(self._min_bytes, num_bytes // self._most_reports)
+            least = max(self._min_bytes, num_bytes // _MOST_REPORTS) if self._by_layer else num_bytes
             self._streamed.append((rows.num_rows, least, WrittenLayers(self._agent, ticket.key, n, pages, final)))
         return Written(self._written, self._by_layer) if self._streamed else None
 
@@ -86,7 +86,7 @@ class LayerStream:
         for num_rows, least, prompt in self._streamed:
             for group, token_bytes in self._groups_of[done]:
                 prompt.add(group, num_rows * token_bytes)
-            if prompt.unreported >= least or layer_id == self._last_layer:
+            if prompt.unreported >= least or layer_id >= self._report_from:
                 prompt.report(done + 1)
 
     def withdraw(self) -> None:

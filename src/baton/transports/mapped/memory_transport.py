@@ -22,8 +22,7 @@ from baton.transports.base import (
 )
 from baton.transports.mapped.mover import Mover, copy_now
 
-# Copied by the thread that submits them: another takes as long to wake. A prompt's last copy is one, and the decode
-# engine's first step waits for it.
+# Copied by the thread that submits them: another takes as long to wake.
 DIRECT_BYTES = 1 << 20
 
 
