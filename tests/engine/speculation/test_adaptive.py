@@ -190,7 +190,7 @@ def test_rows_that_cost_less_than_fewer_are_chosen() -> None:
             adaptive.few_rows.fit(seconds)
         for rows, measured in seconds.items():
             observed = measured / float(adaptive.few_rows.of(rows))
-            adaptive.target_cost.observe((1.0, rows, 1, 0, 0, 0, 0), observed)
+            adaptive.target_cost.observe((1.0, rows, 1, 0, 0, 0, 0, 0), observed)
             adaptive.drafter_cost.observe(draft_parts(1, [rows]), 0.02 * rows)
         for cost in (adaptive.target_cost, adaptive.drafter_cost):
             cost.fit()
@@ -224,7 +224,7 @@ def test_few_requests_are_probed_at_a_time_and_all_in_turn() -> None:
     adaptive = AdaptiveDrafts(8)
     for requests, drafts in itertools.product((1, 16), (0, 1, 4)):  # a row costs as much as ten forwards
         rows = requests * (1 + drafts)
-        adaptive.target_cost.observe((1.0, rows, requests, 0, 0, 0, 0), 0.01 + 0.1 * rows)
+        adaptive.target_cost.observe((1.0, rows, requests, 0, 0, 0, 0, 0), 0.01 + 0.1 * rows)
     adaptive.target_cost.fit()
     requests: list[Any] = [RequestStub(f"{number}") for number in range(16)]
     probed = {}

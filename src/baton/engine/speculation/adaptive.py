@@ -35,7 +35,7 @@ CHOOSE_EVERY, CHOOSE_SELDOM, _MEASURE_EVERY, _FIRST_STEPS = 16, 64, 5, 64
 _SHRUNK = 0.8
 _FIT_EVERY = 16
 # Rows beyond these numbers may cost more.
-_KNEES = (8, 24)
+_KNEES = (8, 16, 24)
 # How often few rows are measured, once kernels are loaded; fewer times after so many seconds.
 _FEW_TURNS, _FEW_S = 3, 0.5
 # A prefill leg never learns which drafts are accepted.
@@ -45,6 +45,7 @@ _TARGET_PROBES = (
     (1, 1, 512),
     (8, 1, 0),
     (16, 1, 0),
+    (8, 3, 0),
     (8, 4, 0),
     (8, 1, 512),
     (32, 1, 0),
