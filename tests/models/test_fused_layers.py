@@ -148,6 +148,15 @@ def test_blocks_of_rows_have_the_bits_of_layers_one_by_one(
     assert_same_kv(cache, other)
 
 
+@torch.inference_mode()
+def test_one_layer_is_reported_once() -> None:
+    _, fused, cache, x, rotary = prepared(LayerKind(usual_quantization(), windows=(None,)), HIDDEN, [(0, 5)])
+    regions, told = fused.regions(len(x), cache), list[range]()
+    assert regions is not None
+    fused.run(x, [rotary], dataclasses.replace(regions, wrote=told.append), {})
+    assert told == [range(1)]
+
+
 def rows_of(cache: PagedRequests, rows: slice) -> PagedRequests:
     """By another way than `KVRegions.block`."""
     requests = np.repeat(np.arange(len(cache.batches[0].query_start) - 1), np.diff(cache.batches[0].query_start))[rows]

@@ -131,7 +131,7 @@ class FusedLayers:
             inputs = {layer: tensor[rows] for layer, tensor in kept.items()}
             wrote = regions.wrote if rows.stop == len(x) else None
             # The others are copied while the last layer is computed.
-            cuts = [0, num_layers] if wrote is None else [0, num_layers - 1, num_layers]
+            cuts = [0, num_layers] if wrote is None else sorted({0, num_layers - 1, num_layers})
             for layers in itertools.starmap(range, itertools.pairwise(cuts)):
                 self._run(x[rows], rotaries, block, inputs, layers)
                 if wrote is not None:
