@@ -121,12 +121,17 @@ def _is_tracker(pid: int) -> bool:
 _held: list[socket.socket] = []
 
 
-def free_port() -> int:
-    """A port that the system gives to nobody else while this process lives. A server that sets SO_REUSEADDR, as all do
-    that are started here, can listen on it nevertheless."""
+def free_port(port: int = 0) -> int:
+    """A port, or this one, that nobody else finds free while this process lives. A server that sets SO_REUSEADDR, as
+    all do that are started here, can listen on it nevertheless. Raises OSError for a port in use."""
     holder = socket.socket()
+    try:
+        holder.bind(("127.0.0.1", port))
+    except OSError:
+        holder.close()
+        raise
+    # Not before: another holder's port would seem free.
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind(("127.0.0.1", 0))
     _held.append(holder)
     return int(holder.getsockname()[1])
 

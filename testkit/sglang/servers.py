@@ -8,7 +8,6 @@ import json
 import os
 import random
 import signal
-import socket
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from baton.handoff.protocol.ticket import Ticket, load_or_create_key, sign_ticke
 from baton.handoff.session.keys import make_keys, ticket_key_file
 from baton.sglang.legs import prompt_digest
 from baton.wire import Mode, SglangIdentity
+from benchmarks.vllm import servers as vllm_servers
 from testkit.processes.launcher import Process
 from testkit.sglang.launch import ROOT, start
 
@@ -166,22 +166,14 @@ def _start(folder: Path, config: Config, model: Path) -> Server:
 
 _PORTS = list(range(10_000, 32_000, 50))
 random.SystemRandom().shuffle(_PORTS)
-_held: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """Each once, and below those that the system hands out: SGLang takes others near it, by fixed steps. No other call,
-    in any process, finds it free while this process lives; SGLang, which sets SO_REUSEADDR, can listen on it."""
+    """Each once, held as vLLM's are, and below those that the system hands out: SGLang takes others near it, by fixed
+    steps."""
     while True:
-        port, holder = _PORTS.pop(), socket.socket()
-        try:
-            holder.bind(("127.0.0.1", port))
-        except OSError:
-            holder.close()
-            continue
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        _held.append(holder)
-        return port
+        with contextlib.suppress(OSError):
+            return vllm_servers.free_port(_PORTS.pop())
 
 
 def _wait_ready(server: Server) -> None:
