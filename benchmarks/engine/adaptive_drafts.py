@@ -1,18 +1,19 @@
 """Time per output token with k "auto", against no drafts and a fixed k, at several numbers of requests.
 
-    python -m benchmarks.engine.adaptive_drafts [MODEL DRAFTER] [--batches 1,4,8,16,32]
+    python -m benchmarks.engine.adaptive_drafts [MODEL DRAFTER] [--batches 1,4,8,16,32] [--turn 1] [--threads 1]
 
-The engines share the weights, whose place in memory matters, and take turns step by step. Steps count until the first
-request ends: with drafts requests end one by one, and the last ones would be a smaller batch.
-Without arguments: SmolLM2-135M-Instruct and its EAGLE-3 head. The ratio is auto over the better of the other two: the
-rounds' median, least and most.
+The engines share the weights, whose place in memory matters, and take turns step by step, there and back, since what a
+step finds in the caches depends on the step before it. Steps count until the first request ends: with drafts requests
+end one by one, and the last ones would be a smaller batch. With a later `--turn`, earlier questions and the model's
+answers of up to 128 tokens come before the question. Without arguments: SmolLM2-135M-Instruct and its EAGLE-3 head. The
+ratio is auto over the better of the other two: the rounds' median, least and most.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -26,17 +27,17 @@ from baton.wire import GenerateRequest
 from benchmarks.smollm2 import QUESTIONS, chat_ids, smollm2
 
 HEAD = "models/baton-smollm2-eagle3"
-_MEMORY = 384 << 20
+_MEMORY = 768 << 20
+_ANSWER = 128
 
 
 class _Run:
     """Decoding requests of one engine."""
 
-    def __init__(self, llm: LLM, batch: int, tokens: int, name: str) -> None:
-        self._core, self._batch = llm._engine.core, batch
+    def __init__(self, llm: LLM, prompts: Sequence[list[int]], tokens: int, name: str) -> None:
+        self._core, self._batch = llm._engine.core, len(prompts)
         params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-        for index in range(batch):
-            prompt = chat_ids(llm._engine.tokenizer, QUESTIONS[index % len(QUESTIONS)])
+        for index, prompt in enumerate(prompts):
             wire = GenerateRequest(request_id=f"{name}-{index}", prompt_token_ids=prompt, sampling_params=params)
             llm._chunks[wire.request_id] = []
             self._core.add(make_request(llm._engine, wire))
@@ -81,11 +82,34 @@ def _share_weights(engines: Iterable[LLM]) -> None:
         drafter = runner.drafter = drafter or runner.drafter
 
 
-def _round(engines: Mapping[str, LLM], batch: int, tokens: int, name: str) -> dict[str, tuple[float, float, float]]:
-    runs = {kind: _Run(llm, batch, tokens, name) for kind, llm in engines.items()}
-    while going := [run for run in runs.values() if run.is_running]:
+def _chats(llm: LLM, turn: int) -> list[list[int]]:
+    """Prompts of a chat's `turn`, from 1, one for each question."""
+    tokenizer, num = llm._engine.tokenizer, len(QUESTIONS)
+    answers: list[str] = []
+    if turn > 1:
+        params = SamplingParams(max_tokens=_ANSWER, temperature=0.0)
+        asked = [chat_ids(tokenizer, one) for one in QUESTIONS]
+        answers = [result.outputs[0].text for result in llm.generate(asked, params)]
+    prompts = []
+    for index in range(num):
+        messages: list[dict[str, str]] = []
+        for before in range(index + 1, index + turn):
+            messages.append({"role": "user", "content": QUESTIONS[before % num]})
+            messages.append({"role": "assistant", "content": answers[before % num]})
+        text = tokenizer.apply_chat_template([*messages, {"role": "user", "content": QUESTIONS[index]}])
+        prompts.append(tokenizer.encode(text, add_special_tokens=False))
+    return prompts
+
+
+def _round(
+    engines: Mapping[str, LLM], prompts: Sequence[list[int]], tokens: int, name: str
+) -> dict[str, tuple[float, float, float]]:
+    runs = {kind: _Run(llm, prompts, tokens, name) for kind, llm in engines.items()}
+    order = list(runs.values())
+    while going := [run for run in order if run.is_running]:
         for run in going:
             run.step()
+        order.reverse()
     return {kind: run.result() for kind, run in runs.items()}
 
 
@@ -96,9 +120,11 @@ def main(
     batches: str = "1,4,8,16,32",
     tokens: int = 64,
     rounds: int = 5,
+    turn: Annotated[int, typer.Option(help="of a chat, from 1")] = 1,
+    threads: int = 1,
 ) -> None:
     """Print a line for each number of requests."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     path = model or str(smollm2())
 
     def spec(count: int | str) -> Mapping[str, Any]:
@@ -107,10 +133,16 @@ def main(
     specs = {"none": None, "full": spec(k), "auto": spec("auto")}
     engines = {name: LLM(path, speculative_config=one, kv_cache_memory=_MEMORY) for name, one in specs.items()}
     _share_weights(engines.values())
-    print(f"{path}, {drafter}, k {k}, medians of {rounds} rounds of {tokens} tokens; wall ms (CPU ms) per token")
+    chats = _chats(engines["none"], turn)
+    context = statistics.median(map(len, chats))
+    print(
+        f"{path}, {drafter}, k {k}, medians of {rounds} rounds of {tokens} tokens after prompts of {context:.0f}, "
+        f"{threads} threads; wall ms (CPU ms) per token"
+    )
     for batch in (int(number) for number in batches.split(",")):
         # The first round warms up.
-        measured = [_round(engines, batch, tokens, f"{batch}-{turn}") for turn in range(rounds + 1)][1:]
+        prompts = [chats[index % len(chats)] for index in range(batch)]
+        measured = [_round(engines, prompts, tokens, f"{batch}-{number}") for number in range(rounds + 1)][1:]
         medians = {
             name: [statistics.median(column) for column in zip(*(one[name] for one in measured), strict=True)]
             for name in engines
