@@ -174,6 +174,12 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     recoverable: bool = False
 
+    def only_adds_tokens(self) -> bool:
+        """No end, logprobs or queue time."""
+        if self.finish_reason is not None or self.queued_s is not None:
+            return False
+        return self.logprobs is None and self.prompt_logprobs is None
+
 
 class EngineIdentity(msgspec.Struct, frozen=True):
     """How routers, tickets and peers identify an engine.

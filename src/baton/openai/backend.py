@@ -74,7 +74,7 @@ class Backend(Protocol):
         take: Take | None = None,
     ) -> AsyncGenerator[TokenChunk, None]:
         """Closing the generator aborts the request. `on_route` is called with the reason for the route, one word, and
-        its engines. While the next chunk is awaited, those that only add tokens may go to `take` instead.
+        its engines. While the next chunk is awaited, those of which `only_adds_tokens` holds may go to `take`.
 
         The first step raises `RequestError` or `EngineUnavailableError` if the request is refused.
         """

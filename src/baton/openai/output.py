@@ -145,13 +145,9 @@ class ChoiceOutput:
         return delta
 
     def push_plain(self, chunk: TokenChunk) -> str | None:
-        """`push` a chunk with one token and nothing else, and return its text. None: `push` it."""
+        """`push` one token of a chunk that `only_adds_tokens`, and return its text. None: `push` it."""
         tokens = chunk.token_ids
         if not self._is_plain or len(tokens) != 1 or chunk.accepted or chunk.num_cached_tokens:
-            return None
-        if chunk.finish_reason is not None or chunk.logprobs is not None or chunk.prompt_logprobs is not None:
-            return None
-        if chunk.queued_s is not None:
             return None
         text = self._detokenizer.push(tokens[0])
         self.token_ids.append(tokens[0])

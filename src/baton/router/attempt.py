@@ -90,10 +90,8 @@ class RunningAttempt:
 
 
 def pass_on(take: Take, joined: Joined, observed: ObservedRequest, chunk: TokenChunk) -> bool:
-    """Whether a chunk of the decode leg only adds tokens, and was taken."""
-    if chunk.finish_reason is not None or chunk.queued_s is not None:
-        return False
-    if chunk.logprobs is not None or chunk.prompt_logprobs is not None:
+    """Whether a chunk of the decode leg was taken."""
+    if not chunk.only_adds_tokens():
         return False
     known, num_new = len(joined.token_ids), len(chunk.token_ids)
     left = joined.request.sampling_params.max_tokens - known

