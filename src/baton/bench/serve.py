@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from baton.bench.progress_bar import with_progress
-from baton.bench.timed_stream import stream_completion
+from baton.bench.timed_stream import Streamed, stream_completion
 from baton.deployment import Deployment
 from baton.openai.client import connected_client
 from baton.sampling_params import SamplingParams
@@ -26,8 +26,8 @@ BREAK_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class ServeFigures:
-    """Medians. `ttft_ratio`: the median of pairwise ratios, candidate over reference, with quartiles;
-    `ttft_ratio_interval`: the 95 % confidence interval of their geometric mean."""
+    """Medians; ranges: least, most. `ttft_ratio`: the median of pairwise ratios, candidate over reference, with
+    quartiles; `ttft_ratio_interval`: the 95 % confidence interval of their geometric mean."""
 
     num_pairs: int
     reference_ttft_ms: float
@@ -38,7 +38,9 @@ class ServeFigures:
     reference_tokens_per_s: float
     tokens_per_s: float
     reference_second_gap: float
+    reference_second_gap_range: tuple[float, float]
     second_gap: float
+    second_gap_range: tuple[float, float]
 
 
 def measure_deployments(
@@ -62,7 +64,7 @@ def measure_deployments(
 def alternate(
     model: str, reference: str, candidate: str, prompt_tokens: int, num_pairs: int, max_tokens: int
 ) -> ServeFigures:
-    """By URL, one request at a time, in turns."""
+    """By URL: single requests, in turns."""
     return asyncio.run(_measure(model, reference, candidate, prompt_tokens, num_pairs, max_tokens))
 
 
@@ -80,9 +82,7 @@ async def _measure(
     cases = make_cases(Tokenizer.load(model), [prompt_tokens] * (num_pairs + WARM_UP), params)
     async with connected_client(reference, 30.0) as client:
         name = (await client.model()).id
-    ttft: dict[str, list[float]] = {reference: [], candidate: []}
-    speed: dict[str, list[float]] = {reference: [], candidate: []}
-    second: dict[str, list[float]] = {reference: [], candidate: []}
+    answers: dict[str, list[Streamed]] = {reference: [], candidate: []}
     async with aiohttp.ClientSession() as session:
         for index, case in enumerate(with_progress(cases, "pair")):
             body = {
@@ -96,22 +96,27 @@ async def _measure(
             for url in (reference, candidate) if index % 2 else (candidate, reference):
                 answer = await stream_completion(session, url, body)
                 if index >= WARM_UP:
-                    ttft[url].append(answer.ttft_s)
-                    speed[url].append(answer.tokens_per_s)
-                    second[url].append(answer.second_gap)
+                    answers[url].append(answer)
                 await asyncio.sleep(BREAK_S)
-    ratios = sorted(b / a for a, b in zip(ttft[reference], ttft[candidate], strict=True))
+    return compare(answers[reference], answers[candidate])
+
+
+def compare(reference: Sequence[Streamed], candidate: Sequence[Streamed]) -> ServeFigures:
+    ratios = sorted(b.ttft_s / a.ttft_s for a, b in zip(reference, candidate, strict=True))
+    reference_gaps, gaps = ([answer.second_gap for answer in side] for side in (reference, candidate))
     return ServeFigures(
-        num_pairs,
-        statistics.median(ttft[reference]) * 1e3,
-        statistics.median(ttft[candidate]) * 1e3,
-        statistics.median(ratios),
-        (ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]),
-        confidence_interval(ratios),
-        statistics.median(speed[reference]),
-        statistics.median(speed[candidate]),
-        statistics.median(second[reference]),
-        statistics.median(second[candidate]),
+        num_pairs=len(ratios),
+        reference_ttft_ms=statistics.median(answer.ttft_s for answer in reference) * 1e3,
+        ttft_ms=statistics.median(answer.ttft_s for answer in candidate) * 1e3,
+        ttft_ratio=statistics.median(ratios),
+        ttft_ratio_quartiles=(ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]),
+        ttft_ratio_interval=confidence_interval(ratios),
+        reference_tokens_per_s=statistics.median(answer.tokens_per_s for answer in reference),
+        tokens_per_s=statistics.median(answer.tokens_per_s for answer in candidate),
+        reference_second_gap=statistics.median(reference_gaps),
+        reference_second_gap_range=(min(reference_gaps), max(reference_gaps)),
+        second_gap=statistics.median(gaps),
+        second_gap_range=(min(gaps), max(gaps)),
     )
 
 

@@ -15,7 +15,7 @@ from baton.openai.client import OpenAIClient
 
 @dataclass(slots=True)
 class Streamed:
-    """A streamed answer. `times_s`: seconds from request to each token; tokens of one event share a time."""
+    """`times_s`: seconds from request to each token; tokens of one event share a time."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)

@@ -30,7 +30,7 @@ def split_command(
     model: ModelArgument,
     speculative_config: Speculative = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of every prompt.")] = 512,
-    num_pairs: Annotated[int, typer.Option(min=1, help="Requests to each side.")] = 30,
+    num_pairs: Annotated[int, typer.Option(min=2, help="Requests to each side.")] = 30,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 32,
     kv_mode: Annotated[Mode, typer.Option(help="push or pull.")] = "push",
     engine_flag: Annotated[list[str] | None, typer.Option(help="One more flag of the P/D engines.")] = None,
