@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -181,3 +182,12 @@ def test_scaling_lengthens_the_context(section: dict[str, Any] | None, length: i
     """As `_get_and_verify_max_len` of vLLM derives it."""
     fields = decoder_fields({**SHAPE, "max_position_embeddings": LENGTH, "rope_scaling": section}, LENGTH)
     assert fields["max_position"] == length
+
+
+def test_a_table_grows_by_few_rows() -> None:
+    spec = get_rope({"rope_theta": 1e4, "rope_type": "default"}, 32768)
+    grown, whole = (Rotary(spec, 8, 32768, torch.bfloat16, torch.device("cpu")) for _ in range(2))
+    whole.tables(32767)
+    lengths = [len(grown.tables(position)[0]) for position in range(4096, 32768, 16)]
+    assert max(np.diff(lengths, prepend=4096)) <= 32768 // 8
+    assert all(map(torch.equal, grown.tables(32767), whole.tables(32767)))

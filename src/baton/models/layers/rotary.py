@@ -108,23 +108,25 @@ class Rotary:
         frequencies, self._factor = _KINDS[spec.kind](spec, rotary_dim)
         self._frequencies = frequencies.numpy().astype(np.float32)
         self._max_position, self._dtype, self._device = max_position, dtype, device
-        self._cos = self._sin = torch.empty(0)
-        self._rows = 0
+        self._cos = self._sin = torch.empty(0, len(self._frequencies), dtype=dtype, device=device)
         self._grow(min(_FIRST_ROWS, max_position))
 
     def _grow(self, rows: int) -> None:
-        angles = np.arange(rows, dtype=np.float32)[:, None] * self._frequencies[None, :]
-        wide = angles.astype(np.float64)
+        positions = np.arange(len(self._cos), rows, dtype=np.float32)
+        wide = (positions[:, None] * self._frequencies[None, :]).astype(np.float64)
 
-        def table(values: np.ndarray) -> Tensor:
+        def extended(table: Tensor, values: np.ndarray) -> Tensor:
             narrow = torch.from_numpy(values.astype(np.float32) * np.float32(self._factor))
-            return narrow.to(self._dtype).to(self._device)
+            return torch.cat((table, narrow.to(self._dtype).to(self._device)))
 
-        self._cos, self._sin, self._rows = table(np.cos(wide)), table(np.sin(wide)), rows
+        self._cos, self._sin = extended(self._cos, np.cos(wide)), extended(self._sin, np.sin(wide))
 
     def _reach(self, last: int) -> None:
-        if last >= self._rows:
-            self._grow(min(max(last + 1, 2 * self._rows), max(self._max_position, last + 1)))
+        rows = len(self._cos)
+        if last >= rows:
+            # A step waits. On GPUs `at` synchronizes until the table is whole.
+            more = rows // 8 if self._device.type == "cpu" else rows
+            self._grow(min(max(last + 1, rows + more), max(self._max_position, last + 1)))
 
     def tables(self, last: int) -> tuple[Tensor, Tensor]:
         """cos and sin [rows, R/2] up to position `last` at least."""
@@ -133,8 +135,7 @@ class Rotary:
 
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) at int64 positions [T], each [T, 1, R/2] in the model's dtype."""
-        # Only while the table may be too short: reading costs a GPU sync.
-        if self._rows < self._max_position and positions_T.numel():
+        if len(self._cos) < self._max_position and positions_T.numel():
             self._reach(int(positions_T.max()))
         return self._cos[positions_T].unsqueeze(1), self._sin[positions_T].unsqueeze(1)
 
