@@ -21,10 +21,11 @@ from baton.cli.serve import FleetOptions
 from baton.engine.config import EngineConfig
 from baton.engine.config.kv_transfer import KVTransferConfig
 from baton.engine.memory.sizes import check_sizes, need_driver
-from baton.engine.ports import check_ports
+from baton.engine.ports import check_ports, warn_if_loopback
 from baton.errors import ConfigError
 from baton.handoff.session.config import own_bind
 from baton.handoff.session.keys import make_keys
+from baton.wire import Role
 from testkit.servers.fake_serving import write_tokenizer
 from tests.cli.logging_state import restored
 
@@ -467,3 +468,22 @@ def test_engines_that_round_differently_are_told(caplog: pytest.LogCaptureFixtur
     assert line.startswith("2 and 1 tensor ranks round differently")
     assert mixed.alike(config, True).reduction_slices == 2
     assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize(
+    ("role", "host", "bind", "warns"),
+    [
+        ("prefill", "0.0.0.0", "tcp://127.0.0.1:*", True),
+        ("decode", "10.0.0.3", "ipc:///tmp/control", True),
+        ("decode", "::", "tcp://127.0.0.1:*", True),
+        ("decode", "::1", "tcp://127.0.0.1:*", False),
+        ("prefill", "localhost", "tcp://127.0.0.1:*", False),
+        ("prefill", "0.0.0.0", "tcp://10.0.0.2:7100", False),
+        ("both", "0.0.0.0", "tcp://127.0.0.1:*", False),
+    ],
+)
+def test_a_control_channel_on_loopback_beside_an_api_for_other_hosts(
+    role: Role, host: str, bind: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_if_loopback(EngineConfig(model="m", role=role, kv_transfer_config=KVTransferConfig(control_bind=bind)), host)
+    assert [CONTROL in line and host in line for line in caplog.messages] == [True] * warns

@@ -35,7 +35,7 @@ from baton.cli.supervision import DEFAULT_MAX_RESTARTS, Supervisor
 from baton.deployment import Deployment, Reporter
 from baton.engine.config import MAX_ENGINES, EngineConfig, SpeculativeConfig
 from baton.engine.memory.sizes import check_sizes
-from baton.engine.ports import check_ports
+from baton.engine.ports import check_ports, warn_if_loopback
 from baton.errors import CheckpointError, ConfigError, EngineUnavailableError
 from baton.handoff.protocol.ticket import load_or_create_key
 from baton.handoff.session.keys import KeyRing
@@ -77,6 +77,7 @@ def serve_command(
             config = options.to_config(model, role, name, process)
             check_files(config)
             _check(config)
+            warn_if_loopback(config, listen.host)
             tokenizer = Tokenizer.load(config.model, **template)
             reporter.progress("loading libraries")
             with without_gc():
@@ -130,7 +131,7 @@ def _serve_ranks(
     from baton.cli.data_ranks import DataRanks, free_ports
 
     log_to_stderr(listen.log_level, listen.log_format)
-    # Checked here too, for one error line instead of one per rank.
+    # For one error line instead of one per rank.
     size = options.data_parallel_size
     check_sizes(options.to_config(model, role, role if engine_id is None else engine_id, process), size)
     ports = free_ports(listen.host, listen.port, size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 from collections.abc import Iterator
 
@@ -11,7 +12,9 @@ import zmq
 from baton.engine.config import EngineConfig
 from baton.errors import ConfigError
 from baton.handoff.session.config import own_bind
-from baton.handoff.session.keys import CONTROL_BIND
+from baton.handoff.session.keys import CONTROL_BIND, is_local
+
+log = logging.getLogger(__name__)
 
 _PATH = "ipc://"
 
@@ -25,6 +28,20 @@ def check_ports(config: EngineConfig, num_engines: int = 1) -> None:
             raise ConfigError(field, f"{address} is for one engine, but {num_engines} start: let its port be *")
         if (why := _taken(address)) is not None:
             raise ConfigError(field, f"cannot listen at {address}: {why}")
+
+
+def warn_if_loopback(config: EngineConfig, host: str) -> None:
+    """Warn if other hosts can reach the API but not the control socket."""
+    bind = config.kv_transfer_config.control_bind
+    api = f"tcp://[{host}]:1" if ":" in host else f"tcp://{host}:1"
+    if config.role != "both" and is_local(bind) and not is_local(api):
+        log.warning(
+            "--host %s can be reached from other hosts, but %s %s cannot: their handoffs fail as unreachable_peer. "
+            "With engines on several hosts, set control_bind in --kv-transfer-config",
+            host,
+            CONTROL_BIND,
+            bind,
+        )
 
 
 def _addresses(config: EngineConfig, hands_over: bool) -> Iterator[tuple[str, str]]:

@@ -16,7 +16,7 @@ class KVTransferConfig:
     """`--kv-transfer-config`: the transport (a name or a URI) and bind address of the control socket.
 
     `handoff_timeout_s`: from when both engines have pages. `prefix_store` (`file:///DIRECTORY?max_bytes=N`): keeps
-    prompts' KV for all engines of the model.
+    prompts' KV for the model's engines.
     """
 
     kv_transport: str = "shm"

@@ -171,9 +171,7 @@ class KeyRing:
 
 
 def check_bind(address: str, has_keys: bool) -> None:
-    """Raises `ConfigError` for a control address that other hosts could reach without a key, or that no engine could
-    dial.
-    """
+    """Raises `ConfigError` for a control address that other hosts reach without a key, or no engine could dial."""
     if not has_keys and not is_local(address):
         raise ConfigError(
             CONTROL_BIND,
