@@ -4,9 +4,10 @@ Lookahead slots are in no interval, so they cannot be sent.
 
 `module` determines which tokens entry i of a group depends on:
 
-- 0, the target: x_0..x_i. An entry is final once it is computed. - j >= 1, a drafter (MTP module j; EAGLE and EAGLE-3:
-1): also x_{i+1}..x_{i+j}. Entry n - j of a prompt of n tokens is final once the first output token x_n is known. -
-None, a drafter whose entries depend on no later token: as the target.
+- 0, the target: x_0..x_i. An entry is final once it is computed.
+- j >= 1, a drafter (MTP module j; EAGLE and EAGLE-3: 1): also x_{i+1}..x_{i+j}. Entry n - j of a prompt of n tokens is
+  final once the first output token x_n is known.
+- None, a drafter whose entries depend on no later token: as the target.
 
 A state group has one slot, the interval [0, 1), for any number of tokens. It is final when the state has seen all of
 them.

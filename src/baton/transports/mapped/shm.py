@@ -5,7 +5,7 @@ a descriptor are matched strictly, so it cannot name other files.
 
 Fence: the peer's death, or the release of its lock on its segments at close. Segments of a killed owner are unlinked by
 the peer that disconnects from it, and by the next transport that starts on the host. A peer that shrinks its files
-crashes this process: processes of one user trust each other with their memory.
+crashes this process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """`mooncake://`: engines of a cluster, over Mooncake's Transfer Engine. See docs/transports.md.
 
-No test runs `protocol` `rdma`, for lack of a network card.
-
 Mooncake's call for a batch blocks, and returns -1 for a refusal, a broken connection and a time-out alike, while other
 parts may still be moving. So a failed batch cuts the peer off.
 

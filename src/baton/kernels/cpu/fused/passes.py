@@ -2,7 +2,7 @@
 of tokens, with which the next one begins. A pass may be an LM head alone.
 
 Few rows are limited by reading weights. In one region, with stages that switch in a fraction of a microsecond
-(`stages`), memory is busy from the first weight to the last. Each stage calls the functions of the standalone kernel
+(`stages`), memory stays busy. Each stage calls the functions of the standalone kernel
 and rounds at the same points, so the bits are equal.
 """
 
