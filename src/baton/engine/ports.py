@@ -13,6 +13,7 @@ from baton.engine.config import EngineConfig
 from baton.errors import ConfigError
 from baton.handoff.session.config import own_bind
 from baton.handoff.session.keys import CONTROL_BIND, is_local
+from baton.transports.registry import parse_uri, transport_host
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +32,20 @@ def check_ports(config: EngineConfig, num_engines: int = 1) -> None:
 
 
 def warn_if_loopback(config: EngineConfig, host: str) -> None:
-    """Warn if other hosts can reach the API but not the control socket."""
-    bind = config.kv_transfer_config.control_bind
-    api = f"tcp://[{host}]:1" if ":" in host else f"tcp://{host}:1"
-    if config.role != "both" and is_local(bind) and not is_local(api):
+    """Warn if other hosts can reach the API but not the control socket, or not the transport."""
+    bind, uri = config.kv_transfer_config.control_bind, config.kv_transfer_config.kv_transport
+    if config.role == "both" or is_local(f"tcp://[{host}]:1"):
+        return
+    transport = transport_host(uri)
+    if transport is not None and is_local(f"tcp://[{transport}]:1"):
+        log.warning(
+            "--host %s can be reached from other hosts, but the transport %s is on loopback: their handoffs fail. "
+            "With engines on several hosts, name an address of this one: %s://?host=ADDRESS",
+            host,
+            uri,
+            parse_uri(uri)[0],
+        )
+    if is_local(bind):
         log.warning(
             "--host %s can be reached from other hosts, but %s %s cannot: their handoffs fail as unreachable_peer. "
             "With engines on several hosts, set control_bind in --kv-transfer-config",

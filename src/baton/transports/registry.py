@@ -141,6 +141,12 @@ def check_device(uri: str, device: str, field: str) -> None:
         raise ConfigError(field, f"{scheme} does not open memory of {device}; these do: {', '.join(fits)}")
 
 
+def transport_host(uri: str) -> str | None:
+    """The address that peers dial; None within one host, or if unknown. Raises as `parse_uri`."""
+    name, query = parse_uri(uri)
+    return getattr(_options(name, query), "host", None) if name in _BUILT_IN else None
+
+
 def default_integrity(uri: str) -> Integrity:
     """ "sampled" over a network or a disk: a damaged page in the prefix cache would affect other requests.
 
