@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import statistics
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,9 +34,11 @@ class Streamed:
 
     @property
     def second_gap(self) -> float:
-        """The first gap between events over the median of the others, or nan."""
-        gaps = [after - before for before, after in itertools.pairwise(sorted(set(self.times_s)))]
-        return gaps[0] / statistics.median(gaps[1:]) if len(gaps) > 1 else float("nan")
+        """The first gap between events over the mean of the others, or nan. A median would be that of events read
+        together if the client is late.
+        """
+        times = sorted(set(self.times_s))
+        return (times[1] - times[0]) * (len(times) - 2) / (times[-1] - times[1]) if len(times) > 2 else float("nan")
 
 
 async def stream_completion(
