@@ -6,7 +6,8 @@ All routers stand in front of the same modelled prefill and decode server (`mode
 take turns. Each request's prompt is text. CPU time is that of all threads of a router and its children, by the
 kernel. Streams of two lengths give the cost per token; what is left is that of a request. `Added`: the first token's
 time, less the prefill's; `no router`: at the prefill server, whose timers are late as well. Streams begin evenly over a
-second; more streams have longer steps, so that no router falls behind and sends tokens together, which is cheap.
+second and run at once; more streams have longer steps, so that no router falls behind: tokens that wait are sent
+together, which is cheap.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ ROUTERS = ("baton-vllm", "baton", "vllm-router", "sglang-router")
 
 
 class StreamFailed(Exception):
-    """A router refuses requests if engines answer slowly: the wave is repeated."""
+    """A router whose engines are slow to answer refuses requests: the wave is repeated."""
 
 
 @dataclass(slots=True)
@@ -141,7 +142,7 @@ def _command(name: str, port: int, urls: Sequence[str], folder: Path, options: a
 
 
 async def _stream(port: int, num_tokens: int, delay_s: float) -> float:
-    """One stream's seconds to its first token."""
+    """The seconds to the first token of one stream."""
     await asyncio.sleep(delay_s)
     prompt = f"{secrets.token_hex(8)} " + "words " * 40
     wanted = {"model": MODEL, "prompt": prompt, "max_tokens": num_tokens, "stream": True, "ignore_eos": True}
@@ -171,7 +172,7 @@ async def _wave(port: int, streams: int, num_tokens: int) -> list[float]:
 
 
 def _measured_wave(pid: int, port: int, streams: int, num_tokens: int) -> tuple[float, list[float]]:
-    """The router's CPU seconds, and each stream's to its first token."""
+    """CPU seconds of the router, and of each stream the seconds to its first token."""
     for _ in range(_TRIES):
         before = cpu_s(pid)
         with contextlib.suppress(StreamFailed):

@@ -10,11 +10,11 @@ from aiohttp import web
 from baton import __version__
 from baton.errors import BatonError, RequestError
 from baton.openai.backend import ServedModel
-from baton.openai.http.app import BODIES, DRAIN, KEYS, MESSAGES, Handler, ResponseHead, json_response, send_answer
+from baton.openai.http.app import BODIES, DRAIN, KEYS, MESSAGES, Handler, json_response, send_answer
 from baton.openai.messages import count_tokens, error_event, make_message_plan
 from baton.openai.messages import respond as respond_message
 from baton.openai.pages import docs_page, home_page, openapi
-from baton.openai.plan import Plan, make_chat_plan, make_completion_plan
+from baton.openai.plan import make_chat_plan, make_completion_plan
 from baton.openai.responses import make_response_plan, respond
 from baton.openai.service import OpenAIService
 from baton.openai.tools import Parsing
@@ -71,11 +71,11 @@ def _add_model(app: web.Application, service: OpenAIService) -> None:
 def _add_generation(app: web.Application, service: OpenAIService) -> None:
     async def completions(request: web.Request) -> web.StreamResponse:
         """OpenAI's completions, whole or streamed."""
-        return await answer(request, await plan(request, make_completion_plan))
+        return await send_answer(request, await service.answer(await plan(request, make_completion_plan)))
 
     async def chat(request: web.Request) -> web.StreamResponse:
         """OpenAI's chat completions, whole or streamed."""
-        return await answer(request, await plan(request, make_chat_plan))
+        return await send_answer(request, await service.answer(await plan(request, make_chat_plan)))
 
     async def responses(request: web.Request) -> web.StreamResponse:
         """OpenAI's responses, whole or streamed. They are not stored."""
@@ -90,12 +90,6 @@ def _add_generation(app: web.Application, service: OpenAIService) -> None:
         """The number of tokens in a message's prompt."""
         async with app[BODIES].read(request) as body:
             return json_response(await service.understand(count_tokens, body))
-
-    async def answer(request: web.Request, plan: Plan) -> web.StreamResponse:
-        if not plan.stream:
-            return await send_answer(request, await service.answer(plan))
-        with ResponseHead(request) as head:
-            return await send_answer(request, await service.answer(plan), head=head)
 
     async def plan(request: web.Request, make: Callable[[bytes, ServedModel, Parsing], T]) -> T:
         async with app[BODIES].read(request) as body:

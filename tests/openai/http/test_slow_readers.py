@@ -54,7 +54,7 @@ def app_of(engine: FakeEngine, directory: Path, access: Access = OPEN, **limits:
 async def fronts(
     directory: Path, front: str, access: Access = OPEN, **limits: Any
 ) -> AsyncIterator[tuple[str, list[FakeEngine]]]:
-    """A server for clients, and its engines, which decode two requests at once."""
+    """A server for clients, and the engines behind it, which decode two of these requests at once."""
     async with contextlib.AsyncExitStack() as stack:
         handed: dict[bytes, asyncio.Future[str]] = {}
         roles = ["both"] if front != "pair" else ["prefill", "decode"]
@@ -108,7 +108,9 @@ def app_of_large_answers(sockets: list[Any], size: int, close: bool, access: Acc
 async def test_streams_that_nobody_reads_hold_no_place(
     directory: Path, session: aiohttp.ClientSession, readers: Callable[..., Reader], front: str
 ) -> None:
-    """Four times as many as are decoded at once: none is cut off, others are answered, a late reader gets all."""
+    """There are four times as many as are decoded at once. None is cut off, an honest request is answered, and a late
+    reader gets everything.
+    """
     async with fronts(directory, front, write_s=3600.0) as (url, engines):
         many = [readers(url) for _ in range(8)]
         async with timeout(LIMIT_S):
@@ -204,7 +206,7 @@ async def test_a_slow_reader_has_time_for_each_byte_and_no_less() -> None:
 
 @pytest.mark.parametrize("close", [True, False])
 async def test_whole_answers_that_nobody_reads_are_cut_off_too(close: bool, readers: Callable[..., Reader]) -> None:
-    """However many are pipelined, one answer waits, not forever; also on a closing connection."""
+    """However many requests were pipelined, one answer waits, and not forever; also on a closing connection."""
     sockets: list[Any] = []
     async with narrow(app_of_large_answers(sockets, 2**20, close)) as url:
         reader = readers(url, "/large")

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 import msgspec
 from aiohttp import web
-from aiohttp.http import StreamWriter
 from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
@@ -36,7 +35,7 @@ MESSAGES = "/v1/messages"
 
 
 class Drain:
-    """Running requests, and the shutdown's state."""
+    """Running requests, and the state of the shutdown."""
 
     def __init__(self) -> None:
         self.tasks: set[asyncio.Task[object]] = set()
@@ -48,7 +47,7 @@ class Drain:
         self.begun = True
 
     def end(self) -> None:
-        """Cancelled handlers still send an error."""
+        """Cancelled handlers still send their clients an error."""
         self.begun = self.ended = True
         for task in self.tasks:
             task.cancel()
@@ -161,46 +160,17 @@ def error_response(error: ApiError, body: bytes | None = None) -> web.Response:
     )
 
 
-class ResponseHead:
-    """Makes the head of a stream before its first event, with which it is sent."""
-
-    def __init__(self, request: web.Request) -> None:
-        self._request, self._response = request, _new_stream()
-        self._making = asyncio.create_task(self._make())
-
-    def __enter__(self) -> ResponseHead:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._making.cancel()
-        writer = self._request.writer
-        if isinstance(writer, StreamWriter) and not writer.output_size:
-            writer.chunked = False  # a refusal has a length
-
-    async def _make(self) -> None:
-        await asyncio.sleep(0)  # the leg is sent first
-        await self._response.prepare(self._request)
-
-    async def response(self) -> Stream:
-        await self._making
-        return self._response
-
-
-def _new_stream() -> Stream:
-    return Stream(headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"})
-
-
 async def send_answer(
     request: web.Request,
     answer: bytes | AsyncGenerator[bytes, None],
     ended: Callable[[ApiError], bytes] = lambda error: b"data: " + error.body() + b"\n\ndata: [DONE]\n\n",
-    head: ResponseHead | None = None,
 ) -> web.StreamResponse:
     """`ended`: the last events of the stream if a shutdown ends it."""
     if isinstance(answer, bytes):
         return web.Response(body=answer, content_type="application/json")
     async with contextlib.aclosing(answer) as events:
-        response = _new_stream() if head is None else await head.response()
+        headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        response = Stream(headers=headers)
         await response.prepare(request)
         short_cut = answer.short_cut if isinstance(answer, StartedStream) else None
         ends = False

@@ -29,7 +29,7 @@ class WriteBacklog:
         self.num_bytes = 0
 
     def waits(self, connection: ClientConnection, size: int) -> None:
-        """Record that `size` bytes wait. Beyond the limit, cut off the client with the most."""
+        """Record that `size` bytes wait. If all together exceed the limit, cut off the client with the most."""
         self.num_bytes += size - self._waiting.get(connection, 0)
         self._waiting[connection] = size
         if self.num_bytes > self._limit:
@@ -151,7 +151,7 @@ class ClientConnection(web.RequestHandler):
         self._unread.has_read(self)
 
     def discard(self) -> None:
-        """Drop later data: the connection ends with this response."""
+        """Later data is dropped unparsed: the connection ends after this response."""
         self._discards = True
 
     def is_reading_paused(self) -> bool:
@@ -185,7 +185,7 @@ class ClientConnection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer what is not HTTP, or failed outside the app."""
+        """Answer a request that is not HTTP, or that failed outside the app."""
         if request.writer.output_size > 0:
             raise ConnectionError("an answer has begun already")
         if isinstance(exc, HttpProcessingError):
@@ -201,7 +201,7 @@ class ClientConnection(web.RequestHandler):
         return response
 
     def log_exception(self, *args: Any, **options: Any) -> None:
-        """Skip an undecodable body, which aiohttp still reads after its refusal."""
+        """Skip a body that cannot be decoded, which aiohttp still reads after its refusal."""
         if not isinstance(options.get("exc_info"), web.RequestPayloadError):
             super().log_exception(*args, **options)
 
@@ -211,13 +211,13 @@ class ClientConnection(web.RequestHandler):
         return self._waiter is not None and not self._waiter.done()
 
     def is_closing(self) -> bool:
-        """Closing, except for the client's TLS closure, or closed while aiohttp's task ends."""
+        """Closing, except for the client's part of a TLS closure, or closed while aiohttp's task ends."""
         if self._open is None:
             return self.is_made
         return self._open.is_closing() and not self.num_unread()
 
     def leave(self) -> None:
-        """Close without the client's TLS closure."""
+        """Close without waiting for the client's part of a TLS closure."""
         self.force_close()
         if self._sending is not None and not self.num_unread():
             self._sending.abort()
@@ -240,7 +240,7 @@ class ClientConnection(web.RequestHandler):
 
 
 class Stream(web.StreamResponse):
-    """Parts are sent when made, not when read. The headers share the first's packet."""
+    """Parts are sent when they are made, not when they are read. The headers share the first part's packet."""
 
     _send_headers_immediately = False  # an attribute of aiohttp's `Response`; older versions ignore it
     _to: ClientConnection | None = None
