@@ -10,7 +10,7 @@ from baton.kernels.cpu.gemm.int8_avx2 import AVX2
 from baton.kernels.cpu.gemm.int8_products import Int8Path
 from baton.kernels.cpu.gemm.int8_rows import GROUP, GROUP_BYTES, num_narrow_pieces
 from baton.kernels.cpu.gemm.int8_vnni import VNNI
-from baton.kernels.cpu.gemm.passes import num_pieces, outputs_of
+from baton.kernels.cpu.gemm.small_gemm import num_pieces, outputs_of
 from baton.kernels.cpu.simd import CHUNKS, LANES
 
 BLOCK = CHUNKS * LANES
@@ -74,6 +74,6 @@ def multiply_on(path: Int8Path, x: Tensor, weight: Tensor, bias: Tensor | None) 
         first, _ = outputs_of(outputs, piece)
         path.multiply_narrowed(
             num_rows, rows.data_ptr(), columns, data.data_ptr(), scales.data_ptr(), outputs, piece,
-            0 if added is None else added.data_ptr(), out.data_ptr() + 2 * first, 2 * outputs, piece + 1,
+            0 if added is None else added.data_ptr(), out.data_ptr() + 2 * first, 2 * outputs,
         )  # fmt: skip
     return out[:, : len(weight)]

@@ -41,7 +41,7 @@ def test_rows_of_any_batch_are_the_rounded_weights_products(outputs: int, column
 def test_every_path_has_the_bits_of_exact_sums(path: str, outputs: int, columns: int, has_bias: bool) -> None:
     weight, x, bias = normal(outputs, columns), normal(13, columns), normal(outputs) if has_bias else None
     expected = exact_products(x, weight, bias)
-    for num_rows in range(1, 14):
+    for num_rows in (1, 2, 3, 4, 5, 6, 13):
         assert torch.equal(multiply_on(PATHS[path], x[:num_rows], weight, bias), expected[:num_rows]), num_rows
 
 

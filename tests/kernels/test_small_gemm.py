@@ -36,7 +36,7 @@ def test_rows_depend_on_no_other_row_and_on_no_thread(outputs: int, columns: int
     # The products cancel, so that only rounding errors remain; a lost or shifted bias shows.
     expected = x.double() @ weight.double().T + bias.double()
     torch.testing.assert_close(whole.double(), expected, rtol=1e-2, atol=1e-3)
-    for height in (1, 2, 3, 4, 5, 6, 7, 8, 13):
+    for height in (1, 2, 3, 5, 8, 13):
         rows = [small_gemm.multiply_packed(block, at, outputs, bias) for block in torch.split(x, height)]
         assert torch.equal(torch.cat(rows), whole), height
     torch.set_num_threads(2)

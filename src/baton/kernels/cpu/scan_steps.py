@@ -9,13 +9,24 @@ import numba
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.extending import intrinsic
 
-from baton.kernels.cpu.simd import LANES, cgutils, fma, for_chunks, load, splat, store
+from baton.kernels.cpu.simd import LANES, cgutils, fma, load, splat, store
 
 _F32, _I64 = ir.FloatType(), ir.IntType(64)
 _VECTOR = ir.VectorType(_F32, LANES)
 # Of 16.
 _CHUNKS = 2
 _CHUNK_BYTES = 4 * LANES
+
+
+def _for_columns(builder: Any, size: Any, step: Callable[[Any, int], None]) -> None:
+    """`step(byte offset, chunks)` for all whole chunks."""
+    chunks = builder.sdiv(size, ir.Constant(_I64, LANES))
+    pairs = builder.sdiv(chunks, ir.Constant(_I64, _CHUNKS))
+    with cgutils.for_range(builder, pairs, intp=_I64) as pair:
+        step(builder.mul(pair.index, ir.Constant(_I64, _CHUNKS * _CHUNK_BYTES)), _CHUNKS)
+    rest = builder.mul(pairs, ir.Constant(_I64, _CHUNKS))
+    with cgutils.for_range_slice(builder, rest, chunks, ir.Constant(_I64, 1), intp=_I64) as (chunk, _):
+        step(builder.mul(chunk, ir.Constant(_I64, _CHUNK_BYTES)), 1)
 
 
 def _number(builder: Any, numbers: Any, index: Any, stride: Any = 4) -> Any:
@@ -45,7 +56,7 @@ def _recalled(
             for chunk, total in enumerate(sums):
                 store(builder, builder.load(total), builder.add(out, begin), chunk * _CHUNK_BYTES)
 
-        for_chunks(builder, size, _CHUNKS, step)
+        _for_columns(builder, size, step)
         return context.get_dummy_value()
 
     return numba.void(*[numba.int64] * 7), generate
@@ -85,7 +96,7 @@ def _updated(fuses_decay: bool) -> Callable[..., Any]:
                 for offset, total in zip(offsets, totals, strict=True):
                     store(builder, builder.load(total), builder.add(sums, begin), offset)
 
-            for_chunks(builder, size, _CHUNKS, step)
+            _for_columns(builder, size, step)
             return context.get_dummy_value()
 
         return numba.void(*[numba.int64] * 9), generate

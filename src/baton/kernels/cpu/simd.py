@@ -142,21 +142,6 @@ def chunks_at_once(num_rows: int) -> int:
     return CHUNKS if has_features("avx512f") else max(1, CHUNKS // num_rows)
 
 
-def for_chunks(builder: Any, width: Any, most: int, step: Callable[[Any, int], None]) -> None:
-    """`step(byte offset, chunks)` for all whole chunks of 16 float32, `most` at a time and then one by one."""
-
-    def run(first: Any, last: Any, count: int) -> None:
-        stride = ir.Constant(_I64, count)
-        with cgutils.for_range_slice(builder, first, last, stride, intp=_I64) as (chunk, _):
-            step(builder.mul(chunk, ir.Constant(_I64, 4 * LANES)), count)
-
-    chunks, size = builder.sdiv(width, ir.Constant(_I64, LANES)), ir.Constant(_I64, most)
-    rest = builder.mul(builder.sdiv(chunks, size), size)
-    run(ir.Constant(_I64, 0), rest, most)
-    if most > 1:
-        run(rest, chunks, 1)
-
-
 def _products(
     typing_context: Any, num_rows: Any, num_chunks: Any, left: Any, row_bytes: Any, right: Any, right_bytes: Any,
     steps: Any, width: Any, factors: Any, out: Any, out_bytes: Any,
@@ -172,7 +157,8 @@ def _products(
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, _, left, row_bytes, right, right_bytes, steps, width, factors, out, out_bytes = args
 
-        def add(begin: Any, chunks: int) -> None:
+        def add(first: Any, chunks: int) -> None:
+            begin = builder.mul(first, ir.Constant(_I64, 4 * LANES))
             here, there = builder.add(right, begin), builder.add(out, begin)
             places = [(row, chunk) for row in range(rows) for chunk in range(chunks)]
             sums = {place: cgutils.alloca_once(builder, _VECTOR) for place in places}
@@ -199,7 +185,14 @@ def _products(
             for row, chunk in places:
                 store(builder, builder.load(sums[row, chunk]), starts[row], 4 * LANES * chunk)
 
-        for_chunks(builder, width, most, add)
+        chunks = builder.sdiv(width, ir.Constant(_I64, LANES))
+        blocks = builder.sdiv(chunks, ir.Constant(_I64, most))
+        with cgutils.for_range(builder, blocks, intp=_I64) as block:
+            add(builder.mul(block.index, ir.Constant(_I64, most)), most)
+        if most > 1:
+            rest = builder.mul(blocks, ir.Constant(_I64, most))
+            with cgutils.for_range_slice(builder, rest, chunks, ir.Constant(_I64, 1), intp=_I64) as (chunk, _):
+                add(chunk, 1)
         return context.get_dummy_value()
 
     return numba.void(num_rows, num_chunks, *[numba.int64] * 9), generate

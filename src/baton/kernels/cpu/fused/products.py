@@ -10,8 +10,7 @@ from baton.kernels.cpu.fused.rows import BF16, ELEMENT_BYTES
 from baton.kernels.cpu.fused.stages import STAGE_BYTES, finish, take_piece
 from baton.kernels.cpu.gemm.int8_gemm import HAS_INT8_PRODUCTS, multiply_narrowed, narrow_piece
 from baton.kernels.cpu.gemm.int8_rows import num_narrow_pieces
-from baton.kernels.cpu.gemm.passes import num_pieces, outputs_of
-from baton.kernels.cpu.gemm.small_gemm import multiply_piece
+from baton.kernels.cpu.gemm.small_gemm import multiply_piece, num_pieces, outputs_of
 from baton.kernels.cpu.gemm.wide_gemm import HAS_WIDE_PRODUCTS, multiply_widened, num_widen_pieces, widen_piece
 from baton.kernels.cpu.jit_cache import jit
 from baton.kernels.cpu.simd import CHUNKS, LANES
@@ -48,8 +47,7 @@ def multiply(
     """A piece of an operand times a weight (address, scale, bias). `out`: its first output in row 0. `following`: the
     piece that this thread multiplies next (none beyond the last)."""
     if HAS_INT8_PRODUCTS and weight[1] != 0:
-        scale, bias = weight[1], weight[2]
-        multiply_narrowed(num_rows, x, columns, weight[0], scale, outputs, piece, bias, out, out_bytes, following)
+        multiply_narrowed(num_rows, x, columns, weight[0], weight[1], outputs, piece, weight[2], out, out_bytes)
     elif HAS_WIDE_PRODUCTS:
         multiply_widened(num_rows, x, columns, weight[0], outputs, piece, weight[2], out, out_bytes)
     else:

@@ -7,9 +7,9 @@ from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
 
-from baton.kernels.cpu.gemm.int8_products import Int8Path, products_of
-from baton.kernels.cpu.gemm.int8_rows import GROUP, groups_of, narrow_rows
-from baton.kernels.cpu.gemm.passes import Sums, num_pieces, outputs_of
+from baton.kernels.cpu.gemm.int8_products import Int8Path, Sums, products_of
+from baton.kernels.cpu.gemm.int8_rows import GROUP, GROUP_BYTES, groups_of, narrow_rows
+from baton.kernels.cpu.gemm.small_gemm import outputs_of
 from baton.kernels.cpu.jit_cache import jit
 from baton.kernels.cpu.simd import LANES, cgutils, has_features, load, prefetch
 
@@ -29,7 +29,7 @@ def _splat(builder: Any, word: Any) -> Any:
     return builder.shuffle_vector(one, one, ir.Constant(_WORDS, [0] * _HALF))
 
 
-def _group_sums(builder: Any, chunks: int, starts: list[Any], weights: Any, fetched: Any) -> Sums:
+def _group_sums(builder: Any, chunks: int, starts: list[Any], weights: Any) -> Sums:
     function_type = ir.FunctionType(_WORDS, [_PAIRS] * 2)
     multiply = cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.avx2.pmadd.wd")
     sums = [[cgutils.alloca_once(builder, _WORDS) for _ in range(2)] for _ in starts]
@@ -49,7 +49,8 @@ def _group_sums(builder: Any, chunks: int, starts: list[Any], weights: Any, fetc
                 for vector, total in zip(vectors, totals, strict=True):
                     product = builder.call(multiply, [vector, pair])
                     builder.store(builder.add(builder.load(total), product), total)
-        prefetch(builder, builder.add(fetched, builder.mul(loop.index, ir.Constant(_I64, _LINE))), _LINE)
+        if len(starts) <= 2:
+            prefetch(builder, builder.add(here, ir.Constant(_I64, _AHEAD)), _LINE)
     lanes = ir.Constant(ir.VectorType(_I32, LANES), list(range(LANES)))
     return {
         (row, 0): builder.shuffle_vector(builder.load(low), builder.load(high), lanes)
@@ -57,7 +58,26 @@ def _group_sums(builder: Any, chunks: int, starts: list[Any], weights: Any, fetc
     }
 
 
-_products = products_of(_group_sums, _PANEL, lambda rows: _AHEAD)
+_products = products_of(_group_sums, _PANEL)
+
+
+@jit
+def _panel(num_rows: int, left: Any, groups: int, right: Any, scale: Any, bias: Any, out: Any, out_bytes: int) -> None:
+    row = 0
+    while row < num_rows:
+        x, y, more = left + row * groups * GROUP_BYTES, out + row * out_bytes, num_rows - row
+        if more >= 6:
+            _products(6, 1, x, groups, right, scale, bias, y, out_bytes)
+            row += 6
+        elif more >= 4:
+            _products(4, 1, x, groups, right, scale, bias, y, out_bytes)
+            row += 4
+        elif more >= 2:
+            _products(2, 1, x, groups, right, scale, bias, y, out_bytes)
+            row += 2
+        else:
+            _products(1, 1, x, groups, right, scale, bias, y, out_bytes)
+            row += 1
 
 
 @jit
@@ -68,7 +88,7 @@ def narrow_piece(num_rows: int, x: int, columns: int, piece: int, to: int) -> No
 @jit
 def multiply_narrowed(
     num_rows: int, x: Any, columns: int, weight: Any, scale: Any, outputs: int, piece: int, bias: Any, out: Any,
-    out_bytes: int, following: int,
+    out_bytes: int,
 ) -> None:  # fmt: skip
     """As `small_gemm.multiply_piece`, of narrowed rows."""
     groups = groups_of(columns)
@@ -76,11 +96,7 @@ def multiply_narrowed(
     for at in range(first, first + count, _PANEL):
         right, scales = weight + at * groups * GROUP, scale + 2 * at * groups
         bias_at = bias + 2 * at if bias != 0 else bias
-        after = at + _PANEL
-        if after == first + count and following < num_pieces(outputs):
-            after, _ = outputs_of(outputs, following)
-        then = weight + after * groups * GROUP
-        _products(1, num_rows, x, groups, right, scales, bias_at, out + 2 * (at - first), out_bytes, then)
+        _panel(num_rows, x, groups, right, scales, bias_at, out + 2 * (at - first), out_bytes)
 
 
 AVX2 = Int8Path(has_features("avx2", "fma"), _PANEL, _PAIR, 0, narrow_piece, multiply_narrowed)

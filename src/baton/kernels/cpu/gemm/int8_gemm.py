@@ -12,7 +12,7 @@ from torch import Tensor
 from baton.kernels.cpu.gemm.int8_avx2 import AVX2
 from baton.kernels.cpu.gemm.int8_rows import GROUP, GROUP_BYTES, groups_of, num_narrow_pieces
 from baton.kernels.cpu.gemm.int8_vnni import VNNI
-from baton.kernels.cpu.gemm.passes import num_pieces, outputs_of
+from baton.kernels.cpu.gemm.small_gemm import num_pieces, outputs_of
 from baton.kernels.cpu.omp import Kernel, arguments, take, threads_for
 from baton.kernels.cpu.simd import CHUNKS, LANES
 
@@ -41,9 +41,8 @@ def _multiply(arguments: Any) -> None:
     piece = take(arguments)
     while piece < num_pieces(outputs):
         at, _ = outputs_of(outputs, piece)
-        following, y = take(arguments), out + 2 * at
-        multiply_narrowed(num_rows, x, columns, weight, scale, outputs, piece, bias, y, 2 * outputs, following)
-        piece = following
+        multiply_narrowed(num_rows, x, columns, weight, scale, outputs, piece, bias, out + 2 * at, 2 * outputs)
+        piece = take(arguments)
 
 
 _NARROW, _MULTIPLY = Kernel(_narrow), Kernel(_multiply)

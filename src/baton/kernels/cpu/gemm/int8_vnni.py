@@ -6,26 +6,23 @@ from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
 
-from baton.kernels.cpu.gemm.int8_products import Int8Path, products_of
-from baton.kernels.cpu.gemm.int8_rows import GROUP, SUM_AT, groups_of, narrow_rows
-from baton.kernels.cpu.gemm.passes import Sums, num_pieces, outputs_of
+from baton.kernels.cpu.gemm.int8_products import Int8Path, Sums, products_of
+from baton.kernels.cpu.gemm.int8_rows import GROUP, GROUP_BYTES, SUM_AT, groups_of, narrow_rows
+from baton.kernels.cpu.gemm.small_gemm import outputs_of
 from baton.kernels.cpu.jit_cache import jit
 from baton.kernels.cpu.simd import CHUNKS, LANES, cgutils, has_features, load, prefetch, splat
 
-_BLOCK, _HALF = CHUNKS * LANES, CHUNKS // 2
+_BLOCK = CHUNKS * LANES
 _STEP = 4
 _STEP_BYTES = _STEP * _BLOCK
 # Makes weights unsigned.
 _SHIFT = 128
-# Rows whose sums of both bytes registers can hold.
-_AT_ONCE = 3
-# Bytes.
 _AHEAD = 1024
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _WORDS = ir.VectorType(_I32, LANES)
 
 
-def _add_steps(builder: Any, parts: dict[int, Sums], starts: list[Any], weights: Any, fetched: Any) -> None:
+def _add_steps(builder: Any, parts: dict[int, Sums], starts: list[Any], weights: Any, ahead: int) -> None:
     """`parts`: sums by the offset of rows' bytes."""
     one = next(iter(parts.values()))
     chunks = len(one) // len(starts)
@@ -41,12 +38,11 @@ def _add_steps(builder: Any, parts: dict[int, Sums], starts: list[Any], weights:
                 for chunk, vector in enumerate(vectors):
                     total = builder.load(sums[row, chunk])
                     builder.store(builder.call(dot, [total, vector, four]), sums[row, chunk])
-        if fetched is not None:
-            there = builder.add(fetched, builder.mul(loop.index, ir.Constant(_I64, _STEP_BYTES)))
-            prefetch(builder, there, 4 * LANES * chunks)
+        if ahead:
+            prefetch(builder, builder.add(here, ir.Constant(_I64, ahead)), 4 * LANES * chunks)
 
 
-def _group_sums(builder: Any, chunks: int, starts: list[Any], weights: Any, fetched: Any) -> Sums:
+def _group_sums(builder: Any, chunks: int, starts: list[Any], weights: Any) -> Sums:
     """More rows read weights twice, for half the sums."""
     places = [(row, chunk) for row in range(len(starts)) for chunk in range(chunks)]
     sums = [{place: cgutils.alloca_once(builder, _WORDS) for place in places} for _ in range(2)]
@@ -55,20 +51,48 @@ def _group_sums(builder: Any, chunks: int, starts: list[Any], weights: Any, fetc
         builder.store(ir.Constant(_WORDS, [0] * LANES), sums[1][place])
     seven = splat(builder, ir.Constant(_I32, 7))
     high, low = 0, GROUP
-    if len(starts) <= _AT_ONCE:
-        _add_steps(builder, {high: sums[0], low: sums[1]}, starts, weights, fetched)
+    if len(starts) <= 2:
+        _add_steps(builder, {high: sums[0], low: sums[1]}, starts, weights, _AHEAD)
         return {
             place: builder.add(builder.shl(builder.load(total), seven), builder.load(sums[1][place]))
             for place, total in sums[0].items()
         }
-    _add_steps(builder, {high: sums[0]}, starts, weights, None)
+    _add_steps(builder, {high: sums[0]}, starts, weights, 0)
     for total in sums[0].values():
         builder.store(builder.shl(builder.load(total), seven), total)
-    _add_steps(builder, {low: sums[0]}, starts, weights, fetched)
+    _add_steps(builder, {low: sums[0]}, starts, weights, GROUP * _BLOCK)
     return {place: builder.load(total) for place, total in sums[0].items()}
 
 
-_products = products_of(_group_sums, _BLOCK, lambda rows: _AHEAD if rows <= _AT_ONCE else 2 * GROUP * _BLOCK)
+_products = products_of(_group_sums, _BLOCK)
+
+
+@jit
+def _block(
+    num_rows: int, left: Any, groups: int, right: Any, scale: Any, bias: Any, out: Any, out_bytes: int, is_half: bool
+) -> None:
+    row = 0
+    while row < num_rows:
+        x, y, more = left + row * groups * GROUP_BYTES, out + row * out_bytes, num_rows - row
+        if is_half:
+            if more >= 4:
+                _products(4, 2, x, groups, right, scale, bias, y, out_bytes)
+                row += 4
+            else:
+                _products(1, 2, x, groups, right, scale, bias, y, out_bytes)
+                row += 1
+        elif more >= 6:
+            _products(6, 4, x, groups, right, scale, bias, y, out_bytes)
+            row += 6
+        elif more >= 4:
+            _products(4, 4, x, groups, right, scale, bias, y, out_bytes)
+            row += 4
+        elif more >= 2:
+            _products(2, 4, x, groups, right, scale, bias, y, out_bytes)
+            row += 2
+        else:
+            _products(1, 4, x, groups, right, scale, bias, y, out_bytes)
+            row += 1
 
 
 @jit
@@ -79,7 +103,7 @@ def narrow_piece(num_rows: int, x: int, columns: int, piece: int, to: int) -> No
 @jit
 def multiply_narrowed(
     num_rows: int, x: Any, columns: int, weight: Any, scale: Any, outputs: int, piece: int, bias: Any, out: Any,
-    out_bytes: int, following: int,
+    out_bytes: int,
 ) -> None:  # fmt: skip
     """As `small_gemm.multiply_piece`, of narrowed rows."""
     groups = groups_of(columns)
@@ -87,13 +111,7 @@ def multiply_narrowed(
     block, rest = at // _BLOCK * groups, at % _BLOCK
     right, scales = weight + block * GROUP * _BLOCK + _STEP * rest, scale + 2 * (block * _BLOCK + rest)
     bias_at = bias + 2 * at if bias != 0 else bias
-    then = right
-    if following < num_pieces(outputs):
-        then = weight + outputs_of(outputs, following)[0] // _BLOCK * groups * GROUP * _BLOCK
-    if count < _BLOCK:
-        _products(_HALF, num_rows, x, groups, right, scales, bias_at, out, out_bytes, then)
-    else:
-        _products(CHUNKS, num_rows, x, groups, right, scales, bias_at, out, out_bytes, then)
+    _block(num_rows, x, groups, right, scales, bias_at, out, out_bytes, count < _BLOCK)
 
 
 VNNI = Int8Path(has_features("avx512f", "avx512vnni"), _BLOCK, _STEP, _SHIFT, narrow_piece, multiply_narrowed)

@@ -8,60 +8,153 @@ that.
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
+import numba
 import numpy as np
 import torch
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import carray  # type: ignore[attr-defined]
+from numba.extending import intrinsic
 from torch import Tensor
 
-from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS, add_products
-from baton.kernels.cpu.gemm.passes import Sums, in_passes, num_pieces, outputs_of
+from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS, add_products, store_with_bias
 from baton.kernels.cpu.jit_cache import jit
 from baton.kernels.cpu.omp import Kernel, arguments, take, threads_for
 from baton.kernels.cpu.simd import CHUNKS, LANES, cgutils, prefetch
 
 # Above, oneDNN is as fast.
 MAX_ROWS = 64
-_BLOCK, _HALF = CHUNKS * LANES, CHUNKS // 2
+_BLOCK = CHUNKS * LANES
 _ROW_BYTES = 4 * _BLOCK
 # Weights per thread.
 _PARALLEL_WEIGHTS = 1 << 16
 # Columns that oneDNN sums per span: for weights of at most 1,024 columns, and for wider ones.
 _SPANS = (512, 1024)
+# Rows of a pass: as many as registers can hold sums of.
+_PASS_ROWS = 6
 # Bytes. One row, or two, outrun the prefetcher of some CPUs (EPYC 9004).
 _OUTRUN_BY, _AHEAD = 2, 1024
-# Bytes that a pass of more rows fetches per step. With twice as many, passes wait for memory.
+# Bytes of the next block that a pass of more rows fetches per step. With twice as many, passes wait for memory.
 _FETCHED = 128
 _NUM_ARGUMENTS = 8
 _I64 = ir.IntType(64)
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 
 
-def _add_spans(builder: Any, totals: Sums, starts: list[Any], right: Any, ahead: Any, steps: Any, span: Any) -> None:
-    """Spans of `span` pairs of columns, and then their sums, are summed in order in float32."""
-    rows, chunks, one = len(starts), len(totals) // len(starts), ir.Constant(_I64, 1)
-    sums = {place: cgutils.alloca_once(builder, _VECTOR) for place in totals}
-    num_spans = builder.sdiv(builder.add(steps, builder.sub(span, one)), span)
-    with cgutils.for_range(builder, num_spans, intp=_I64) as outer:
-        first = builder.mul(outer.index, span)
-        last = builder.add(first, span)
-        last = builder.select(builder.icmp_signed("<", last, steps), last, steps)
-        for total in sums.values():
-            builder.store(ir.Constant(_VECTOR, [0.0] * LANES), total)
-        with cgutils.for_range_slice(builder, first, last, one, intp=_I64) as (step, _):
-            add_products(builder, sums, starts, right, step)
-            outruns = rows <= _OUTRUN_BY
-            far = builder.mul(step, ir.Constant(_I64, _ROW_BYTES if outruns else _FETCHED))
-            prefetch(builder, builder.add(ahead, far), 4 * LANES * chunks if outruns else _FETCHED)
-        for place, total in totals.items():
-            builder.store(builder.fadd(builder.load(total), builder.load(sums[place])), total)
+def _span_products(
+    typing_context: Any, num_rows: Any, num_chunks: Any, left: Any, row_bytes: Any, right: Any, steps: Any, span: Any,
+    bias: Any, out: Any, out_bytes: Any, ahead: Any,
+) -> Any:  # fmt: skip
+    """out [num_rows, 16 * num_chunks] = sum over `steps` pairs of left [row, pair] * right [pair], plus bias.
+
+    `left`, `right`, `bias` (0: none) and `out` are addresses of bfloat16; `row_bytes` and `out_bytes` are row strides.
+    Spans of `span` pairs, and then their sums, are summed in order in float32, and rounded once. `num_rows` and
+    `num_chunks` are literals. What is at `ahead` is fetched: for one row or two, as much as they read, and for more
+    `_FETCHED` bytes per step.
+    """
+    rows, chunks = num_rows.literal_value, num_chunks.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, _, left, row_bytes, right, steps, span, bias, out, out_bytes, ahead = args
+        nothing = ir.Constant(_VECTOR, [0.0] * LANES)
+        places = [(row, chunk) for row in range(rows) for chunk in range(chunks)]
+        totals = {place: cgutils.alloca_once(builder, _VECTOR) for place in places}
+        sums = {place: cgutils.alloca_once(builder, _VECTOR) for place in places}
+        for place in places:
+            builder.store(nothing, totals[place])
+        starts = [builder.add(left, builder.mul(row_bytes, ir.Constant(_I64, row))) for row in range(rows)]
+        one = ir.Constant(_I64, 1)
+        num_spans = builder.sdiv(builder.add(steps, builder.sub(span, one)), span)
+        with cgutils.for_range(builder, num_spans, intp=_I64) as outer:
+            first = builder.mul(outer.index, span)
+            last = builder.add(first, span)
+            last = builder.select(builder.icmp_signed("<", last, steps), last, steps)
+            for place in places:
+                builder.store(nothing, sums[place])
+            with cgutils.for_range_slice(builder, first, last, one, intp=_I64) as (step, _):
+                add_products(builder, sums, starts, right, step)
+                outruns = rows <= _OUTRUN_BY
+                far = builder.mul(step, ir.Constant(_I64, _ROW_BYTES if outruns else _FETCHED))
+                prefetch(builder, builder.add(ahead, far), 4 * LANES * chunks if outruns else _FETCHED)
+            for place in places:
+                total = builder.fadd(builder.load(totals[place]), builder.load(sums[place]))
+                builder.store(total, totals[place])
+        store_with_bias(builder, totals, bias, out, out_bytes)
+        return context.get_dummy_value()
+
+    return numba.void(num_rows, num_chunks, *[numba.int64] * 9), generate
 
 
-_products = in_passes(
-    _add_spans, 4, _ROW_BYTES, lambda rows: _AHEAD if rows <= _OUTRUN_BY else 0, _ROW_BYTES // _FETCHED
-)
+_products = cast(Callable[..., Any], intrinsic(prefer_literal=True)(_span_products))
+
+
+def _pass_over(chunks: int) -> Any:
+    """One pass of at most `_PASS_ROWS` rows over so many chunks of a block."""
+
+    @jit
+    def rows(
+        num_rows: int, left: Any, row_bytes: int, right: Any, steps: int, span: int, bias: Any, out: Any,
+        out_bytes: int, ahead: Any,
+    ) -> None:  # fmt: skip
+        if num_rows == 1:
+            _products(1, chunks, left, row_bytes, right, steps, span, bias, out, out_bytes, ahead)
+        elif num_rows == 2:
+            _products(2, chunks, left, row_bytes, right, steps, span, bias, out, out_bytes, ahead)
+        elif num_rows == 3:
+            _products(3, chunks, left, row_bytes, right, steps, span, bias, out, out_bytes, ahead)
+        elif num_rows == 4:
+            _products(4, chunks, left, row_bytes, right, steps, span, bias, out, out_bytes, ahead)
+        elif num_rows == 5:
+            _products(5, chunks, left, row_bytes, right, steps, span, bias, out, out_bytes, ahead)
+        else:
+            _products(6, chunks, left, row_bytes, right, steps, span, bias, out, out_bytes, ahead)
+
+    return rows
+
+
+_whole, _half = _pass_over(CHUNKS), _pass_over(CHUNKS // 2)
+
+
+@jit
+def _block(
+    num_rows: int, left: Any, row_bytes: int, right: Any, steps: int, span: int, bias: Any, out: Any, out_bytes: int,
+    is_half: bool, following: Any,
+) -> None:  # fmt: skip
+    """One block of outputs, or half of one, in passes of about as many rows.
+
+    The first pass waits for memory. The next two also fetch the block at `following`.
+    """
+    row, passes = 0, (num_rows + _PASS_ROWS - 1) // _PASS_ROWS
+    ahead = right + _AHEAD if num_rows <= _OUTRUN_BY else right
+    while row < num_rows:
+        count = (num_rows - row + passes - 1) // passes
+        x, y = left + row * row_bytes, out + row * out_bytes
+        if is_half:
+            _half(count, x, row_bytes, right, steps, span, bias, y, out_bytes, ahead)
+        else:
+            _whole(count, x, row_bytes, right, steps, span, bias, y, out_bytes, ahead)
+        ahead = following if row == 0 else ahead + steps * _FETCHED
+        if ahead == following + steps * _ROW_BYTES:
+            ahead, following = right, right
+        row, passes = row + count, passes - 1
+
+
+@jit
+def num_pieces(outputs: int) -> int:
+    """The last of an odd number of blocks is two pieces, so that two threads finish together."""
+    return outputs // _BLOCK + outputs // _BLOCK % 2
+
+
+@jit
+def outputs_of(outputs: int, piece: int) -> tuple[int, int]:
+    """A piece's first output, and how many there are."""
+    whole = outputs // _BLOCK // 2 * 2
+    if piece < whole:
+        return piece * _BLOCK, _BLOCK
+    half = _BLOCK // 2
+    return whole * _BLOCK + (piece - whole) * half, half
 
 
 @jit
@@ -78,10 +171,7 @@ def multiply_piece(
     then = right
     if following < num_pieces(outputs):
         then = weight + outputs_of(outputs, following)[0] // _BLOCK * steps * _ROW_BYTES
-    if count < _BLOCK:
-        _products(_HALF, num_rows, x, steps, right, span, bias_at, out, out_bytes, then)
-    else:
-        _products(CHUNKS, num_rows, x, steps, right, span, bias_at, out, out_bytes, then)
+    _block(num_rows, x, 2 * columns, right, steps, span, bias_at, out, out_bytes, count < _BLOCK, then)
 
 
 def _multiply(arguments: Any) -> None:

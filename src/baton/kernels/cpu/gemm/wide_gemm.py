@@ -19,7 +19,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS, store_with_bias
-from baton.kernels.cpu.gemm.passes import num_pieces, outputs_of
+from baton.kernels.cpu.gemm.small_gemm import num_pieces, outputs_of
 from baton.kernels.cpu.jit_cache import jit
 from baton.kernels.cpu.omp import Kernel, arguments, pointer, take, threads_for
 from baton.kernels.cpu.scalar import to_f32
