@@ -34,9 +34,7 @@ class Streamed:
 
     @property
     def second_gap(self) -> float:
-        """The first gap between events over the mean of the others, or nan: a late client reads events together, which
-        a median would count.
-        """
+        """The first gap between events over the mean of the others, or nan. A late client distorts their median."""
         times = sorted(set(self.times_s))
         return (times[1] - times[0]) * (len(times) - 2) / (times[-1] - times[1]) if len(times) > 2 else float("nan")
 
