@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from baton.engine.loading.gguf_directory import checkpoint_files
@@ -69,9 +70,9 @@ def smollm2() -> Path:
     return directory
 
 
-def chat_ids(tokenizer: Tokenizer, question: str) -> list[int]:
-    """The prompt of a conversation that begins with `question`."""
-    text = tokenizer.apply_chat_template([{"role": "user", "content": question}])
+def chat_ids(tokenizer: Tokenizer, question: str, earlier: Sequence[dict[str, str]] = ()) -> list[int]:
+    """The prompt of a conversation with `question` after `earlier` messages."""
+    text = tokenizer.apply_chat_template([*earlier, {"role": "user", "content": question}])
     return tokenizer.encode(text, add_special_tokens=False)
 
 

@@ -92,12 +92,11 @@ def _chats(llm: LLM, turn: int) -> list[list[int]]:
         answers = [result.outputs[0].text for result in llm.generate(asked, params)]
     prompts = []
     for index in range(num):
-        messages: list[dict[str, str]] = []
+        earlier: list[dict[str, str]] = []
         for before in range(index + 1, index + turn):
-            messages.append({"role": "user", "content": QUESTIONS[before % num]})
-            messages.append({"role": "assistant", "content": answers[before % num]})
-        text = tokenizer.apply_chat_template([*messages, {"role": "user", "content": QUESTIONS[index]}])
-        prompts.append(tokenizer.encode(text, add_special_tokens=False))
+            earlier.append({"role": "user", "content": QUESTIONS[before % num]})
+            earlier.append({"role": "assistant", "content": answers[before % num]})
+        prompts.append(chat_ids(tokenizer, QUESTIONS[index], earlier))
     return prompts
 
 
