@@ -80,6 +80,7 @@ def add_dashboard(
 
 
 async def _page(request: web.Request) -> web.StreamResponse:
+    """The dashboard."""
     page = dashboard_page()
     headers = {"Content-Security-Policy": page.policy, "Cache-Control": "no-cache"}
     return web.Response(text=page.html, content_type="text/html", headers=headers)
