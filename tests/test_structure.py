@@ -128,6 +128,7 @@ ROOMS: dict[str, set[str]] = {
         "parsing",
         "handoff.session",
         "handoff.protocol",
+        "kernels",
         "engine",
         "text",
         "openai",

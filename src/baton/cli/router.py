@@ -22,6 +22,7 @@ from baton.directories import RunDirectory
 from baton.errors import ConfigError
 from baton.handoff.protocol.ticket import load_or_create_key
 from baton.handoff.session.keys import ticket_key_file
+from baton.kernels.huge_pages import move_heap
 from baton.openai.http.serving import SHUTDOWN_TIMEOUT_S, serve, url_of
 from baton.router.config.router_settings import RouterSettings
 
@@ -143,6 +144,7 @@ async def serve_router(
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG_OBJECTS)
+    move_heap()
     if beside is not None:
         app.cleanup_ctx.append(beside)
     await serve(app, listener, lambda: on_ready(url_of(listener, app)), stop, shutdown_timeout_s)

@@ -9,54 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from baton.kernels.huge_pages import HUGE_PAGE_SIZE, collapse, madvise, pages_of, size_in
 from baton.models.layers.linear import Build, Linear
-from baton.models.loading.huge_pages import (
-    HUGE_PAGE_SIZE,
-    collapse,
-    madvise,
-    pages_of,
-    runs_of,
-    size_in,
-    use_huge_pages,
-)
-
-
-def test_each_page_that_holds_a_weight_is_moved_once() -> None:
-    assert pages_of([(5, 10), (14, 2), (40, 20)], 10) == [0, 1, 4, 5]
-    calls: list[tuple[int, int, int]] = []
-
-    def advise(address: int, size: int, what: int) -> int:
-        calls.append((address, size, what))
-        return -1 if address == 0 else 0
-
-    assert collapse([0, 1, 3, 4, 5], 10, advise) == 3, "one call has failed"
-    assert calls == [(start, size, what) for what in (14, 25) for start, size in ((0, 20), (30, 30))]
-
-
-def test_calls_are_for_few_pages() -> None:
-    assert runs_of(range(7, 77)) == [(7, 32), (39, 32), (71, 6)]
-
-
-def test_start_up_waits_for_some_pages_only() -> None:
-    seconds = iter([0.0, 0.0, 0.9, 1.1])
-    moved: list[int] = []
-
-    def advise(address: int, size: int, what: int) -> int:
-        moved.append(what)
-        return 0
-
-    collapse([1, 3, 5, 7], 10, advise, lambda: next(seconds))
-    assert moved == [14] * 4 + [25] * 2
-
-
-@pytest.mark.parametrize("text", [None, "", "no number", "0"])
-def test_a_system_that_hides_the_size_of_huge_pages_has_none(text: str | None, tmp_path: Path) -> None:
-    file = tmp_path / "hpage_pmd_size"
-    if text is None:
-        file.mkdir()  # cannot be read, even by root
-    else:
-        file.write_text(text)
-    assert size_in(file) is None
+from baton.models.loading.huge_pages import use_huge_pages
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="huge pages of Linux")

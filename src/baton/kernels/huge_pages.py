@@ -1,0 +1,85 @@
+"""Memory in huge pages (Linux): other pages are read after a walk of page tables."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+HUGE_PAGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
+_MAPS = Path("/proc/self/maps")
+_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
+# CPU time, about a millisecond a page; the kernel does the rest later.
+_MOST_S = 1.0
+# Of a call, before which every CPU releases its new pages.
+_MOST_PAGES = 32
+Advise = Callable[[int, int, int], int]
+
+
+def move_heap() -> None:
+    """Move this process's present heap, except for its edges."""
+    size = size_in(HUGE_PAGE_SIZE)
+    if size is None:
+        return
+    try:
+        maps = _MAPS.read_text()
+    except OSError:
+        return
+    pages = [page for start, end in heap_in(maps) for page in range(-(-start // size), end // size)]
+    log.debug("%d of %d huge pages for the heap", collapse(pages, size, madvise()), len(pages))
+
+
+def heap_in(maps: str) -> Iterator[tuple[int, int]]:
+    """(start, end) of private memory without a file, in `/proc/PID/maps`."""
+    for line in maps.splitlines():
+        place, mode, _, _, inode, *name = line.split(maxsplit=5)
+        if mode == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
+            start, _, end = place.partition("-")
+            yield int(start, 16), int(end, 16)
+
+
+def madvise() -> Advise:
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return advise
+
+
+def size_in(file: Path) -> int | None:
+    """None without huge pages, or if /sys is hidden."""
+    try:
+        return int(file.read_text()) or None
+    except (OSError, ValueError):
+        return None
+
+
+def pages_of(ranges: Iterable[tuple[int, int]], size: int) -> list[int]:
+    """The numbers of the pages of `size` bytes that hold a byte of (address, bytes), ascending."""
+    return sorted({page for start, count in ranges for page in range(start // size, -(-(start + count) // size))})
+
+
+def collapse(pages: Sequence[int], size: int, advise: Advise, clock: Callable[[], float] = time.thread_time) -> int:
+    """How many were moved, by calls without failures."""
+    started, num_moved, runs = clock(), 0, runs_of(pages)
+    for first, count in runs:
+        advise(first * size, count * size, _MADV_HUGEPAGE)
+    for first, count in runs:
+        if clock() - started > _MOST_S:
+            break
+        if advise(first * size, count * size, _MADV_COLLAPSE) == 0:
+            num_moved += count
+    return num_moved
+
+
+def runs_of(pages: Iterable[int]) -> list[tuple[int, int]]:
+    """(first, count) of neighbours among ascending pages."""
+    runs: list[tuple[int, int]] = []
+    for page in pages:
+        first, count = runs[-1] if runs else (page, 0)
+        if page == first + count and 0 < count < _MOST_PAGES:
+            runs[-1] = first, count + 1
+        else:
+            runs.append((page, 1))
+    return runs
