@@ -30,7 +30,7 @@ from tests.test_structure import COMMON, ROOMS, room_of
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
     ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/results/README.md")
-] + sorted(ROOT.glob("docs/*.md"))
+] + sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("models/*/README.md")])
 FENCE = re.compile(r"^```[a-z]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")

@@ -13,14 +13,15 @@ ENTRY=$(mktemp -d)
 mkdir "$ENTRY/baton_serve-0.dist-info"
 printf '[sglang.srt.plugins]\nbaton = baton.sglang:register\n' > "$ENTRY/baton_serve-0.dist-info/entry_points.txt"
 printf 'Metadata-Version: 2.1\nName: baton-serve\nVersion: 0\n' > "$ENTRY/baton_serve-0.dist-info/METADATA"
-export SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 PYTHONPATH=$ENTRY:tests/sglang/support:src
+# SGLang wants an address of this host; without this variable it looks for a route to the internet, and ends if there is none.
+export SGLANG_HOST_IP=127.0.0.1 SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 PYTHONPATH=$ENTRY:tests/sglang/support:src
 
 python -m baton.cli keys --output "$KEYS" --engines P,D
-trap 'kill $(jobs -p) 2> /dev/null; wait; rm -r "$ENTRY"' EXIT
+trap 'kill $(jobs -p) 2> /dev/null || true; wait; rm -r "$ENTRY"' EXIT
 
 engine() { # name port flags...
     BATON_SGLANG_CONFIG='{"engine_id": "'"$1"'", "keys": "'"$KEYS"'"}' \
-        python -m sglang.launch_server --model-path "$MODEL" --served-model-name demo --port "$2" --device cpu \
+        sglang serve --model-path "$MODEL" --served-model-name demo --port "$2" --device cpu \
         --attention-backend torch_native --dtype float32 --disable-overlap-schedule --disable-cuda-graph \
         --skip-server-warmup --max-total-tokens 16384 --disaggregation-transfer-backend baton "${@:3}" &
 }

@@ -8,9 +8,10 @@ MODEL=$1
 shift
 read -r FIRST SECOND <<< "${GPUS:-0 1}"
 KEYS=${KEYS:-$PWD/keys}
+export SGLANG_HOST_IP=127.0.0.1 # without it SGLang needs a route to the internet
 
 baton keys --output "$KEYS" --engines P,D
-trap 'kill $(jobs -p) 2> /dev/null; wait' EXIT
+trap 'kill $(jobs -p) 2> /dev/null || true; wait' EXIT
 
 engine() { # gpu name role port flags...
     CUDA_VISIBLE_DEVICES=$1 BATON_SGLANG_CONFIG='{"engine_id": "'"$2"'", "keys": "'"$KEYS"'"}' \

@@ -11,6 +11,7 @@ ROLE=$1 MODEL=$2 HOST=$3
 shift 3
 
 engine() { # name role flags...
+    export SGLANG_HOST_IP=$HOST # without it SGLang needs a route to the internet
     export BATON_SGLANG_CONFIG='{"engine_id": "'"$1"'", "keys": "keys", "control_bind": "tcp://'"$HOST"':7100",
         "kv_transport": "nixl://?host='"$HOST"'"}'
     exec sglang serve --model-path "$MODEL" --host "$HOST" --port 30000 --disaggregation-mode "$2" \

@@ -13,10 +13,10 @@ KEYS=${KEYS:-$PWD/keys}
 export VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1 PYTHONPATH=src # KV cache in GiB
 
 python -m baton.cli keys --output "$KEYS" --engines P,D
-trap 'kill $(jobs -p) 2> /dev/null; wait' EXIT
+trap 'kill $(jobs -p) 2> /dev/null || true; wait' EXIT
 
 engine() { # name role port
-    python -m vllm.entrypoints.openai.api_server --model "$MODEL" --served-model-name demo --host 127.0.0.1 --port "$3" \
+    vllm serve "$MODEL" --served-model-name demo --host 127.0.0.1 --port "$3" \
         --enforce-eager --distributed-executor-backend vllm.v1.executor.uniproc_executor.UniProcExecutor \
         --speculative-config '{"method": "eagle3", "model": "'"$HEAD"'", "num_speculative_tokens": 3}' \
         --kv-transfer-config '{"kv_connector": "BatonConnector", "kv_connector_module_path": "baton.vllm",

@@ -10,7 +10,7 @@ read -r FIRST SECOND <<< "${GPUS:-0 1}"
 KEYS=${KEYS:-$PWD/keys}
 
 baton keys --output "$KEYS" --engines P,D
-trap 'kill $(jobs -p) 2> /dev/null; wait' EXIT
+trap 'kill $(jobs -p) 2> /dev/null || true; wait' EXIT
 
 engine() { # gpu name role port flags...
     CUDA_VISIBLE_DEVICES=$1 vllm serve "$MODEL" --served-model-name model --host 127.0.0.1 --port "$4" \

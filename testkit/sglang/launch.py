@@ -22,6 +22,8 @@ ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
+    # Without it SGLang needs a route to the internet.
+    "SGLANG_HOST_IP": "127.0.0.1",
     # Pages that are missing when it is idle end it.
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     # It would compile small functions of the sampler and the drafter at the first request, for a minute.

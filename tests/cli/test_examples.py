@@ -16,6 +16,9 @@ import yaml
 import baton.cli
 from baton.cli.flag_sources import read_file
 from baton.openai.http.serving import SHUTDOWN_TIMEOUT_S
+from baton.sglang.config import read_config as sglang_config
+from baton.vllm.config import read_config as vllm_config
+from testkit.deploy.scripts import CALLS, SCRIPTS, Command, commands
 
 DEPLOY = Path(__file__).parents[2] / "examples" / "deploy"
 
@@ -89,3 +92,36 @@ def test_the_unit_of_systemd() -> None:
     command[-1] = str(DEPLOY / Path(command[-1]).name)
     assert parsed(command[1:])["model"]
     assert int(lines["TimeoutStopSec"]) > 2 * SHUTDOWN_TIMEOUT_S
+
+
+CASES = [(script, arguments) for script in SCRIPTS for arguments in CALLS[script.name]]
+
+
+@pytest.fixture(params=CASES, ids=lambda case: "-".join([case[0].parent.name, case[0].stem, case[1][0]]))
+def ran(request: pytest.FixtureRequest, tmp_path: Path) -> list[Command]:
+    """The commands of an example script."""
+    script, arguments = request.param
+    return commands(script, arguments, tmp_path)
+
+
+def test_the_scripts_start_a_deployment_with_existing_flags(ran: list[Command]) -> None:
+    ours = [each.words[1:] for each in ran if each.words[0] == "baton"]
+    assert [words[0] for words in ours] in (["keys", "router"], ["router"], [])
+    assert len(ran) == (4 if ["keys"] in [words[:1] for words in ours] else 1)
+    for words in ours:
+        found = parsed(words)
+        if words[0] == "router":
+            assert len(found["prefill"]) == len(found["decode"]) == 1
+            assert found["keys"]
+
+
+def test_the_settings_of_the_plug_ins_in_the_scripts_are_valid(ran: list[Command]) -> None:
+    for command in (each for each in ran if each.words[0] != "baton"):
+        if "--kv-transfer-config" in command.words:
+            transfer = json.loads(command.flag("--kv-transfer-config"))
+            assert transfer["kv_connector_module_path"] == "baton.vllm"
+            assert vllm_config(transfer["kv_connector_extra_config"]).keys
+        else:
+            assert sglang_config(command.variables).engine_id in ("P", "D")
+            assert command.flag("--disaggregation-transfer-backend") == "baton"
+            assert command.variables["SGLANG_HOST_IP"], "SGLang would look for a route to the internet"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
+from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -9,6 +12,7 @@ import pytest
 
 from baton.errors import ConfigError
 from baton.sglang import compat
+from testkit.deploy.scripts import engine_commands
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of imports
 
@@ -40,3 +44,16 @@ def test_the_stand_in_for_kernels_has_none_for_amx() -> None:
 
     with patch.object(common, "is_amx_tile_supported", True):
         assert not common.cpu_has_amx_support()
+
+
+def test_sglang_takes_the_arguments_of_the_examples(tmp_path: Path) -> None:
+    """Names of transfer backends besides SGLang's own come with the plug-in."""
+    from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
+    from sglang.srt.server_args import ServerArgs
+
+    add_disagg_transfer_backend_choices(["baton"])
+    parser = ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    found = [parser.parse_args(words) for words in engine_commands("sglang", tmp_path)]
+    modes = Counter((each.disaggregation_mode, each.port) for each in found)
+    assert modes == {("prefill", 8101): 2, ("decode", 8102): 2, ("prefill", 30000): 1, ("decode", 30000): 1}
