@@ -17,6 +17,7 @@ import torch
 
 from baton.engine.attention.base import AttnBatch
 from baton.engine.attention.latent import PagedLatentAttention
+from baton.models.layer_cache import LatentRows
 from baton.models.layers.latent import LatentProjection
 from baton.models.layers.linear import Build
 from baton.models.layers.specs import LatentSpec
@@ -51,7 +52,7 @@ def forms(length: int) -> dict[str, Callable[[], object]]:
 
     def step(kind: type[PagedLatentAttention]) -> Callable[[], object]:
         layer = kind([kept], 0, batch)
-        return lambda: layer.attend(query, latent, rope, 0.07, projection)
+        return lambda: layer.attend(LatentRows(query, latent, rope, 0.07, projection))
 
     return {"absorbed": step(_Absorbed), "expanded": step(_Expanded)}
 

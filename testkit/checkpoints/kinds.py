@@ -19,8 +19,8 @@ from baton.models.base import CausalLM
 from baton.models.config import ModelConfig, RawConfig, decoder_fields
 from baton.models.layer_cache import (
     KVLayerSpec,
-    LatentHeads,
     LatentLayerSpec,
+    LatentRows,
     LayerCache,
     LayerSpec,
     Recurrence,
@@ -84,7 +84,7 @@ class LatentLayer(nn.Module):
         latent, rope = torch.split(self.kv_proj(normed), split, dim=-1)
         q = torch.cat((q, rotate(q_rope.contiguous(), self._heads, *cos_sin)), dim=-1)
         rope = rotate(rope[:, None].contiguous(), 1, *cos_sin)[:, 0]
-        out = cache.attend_latent(self._layer_id, q, latent, rope, sum(split) ** -0.5)
+        out = cache.attend_latent(self._layer_id, LatentRows(q, latent, rope, sum(split) ** -0.5))
         x = x + self.o_proj(out.reshape(len(x), -1))
         return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
 
@@ -140,18 +140,10 @@ class WholeSequence:
         k, v = k_TGD.repeat_interleave(group, dim=1), v_TGD.repeat_interleave(group, dim=1)
         return _softmax(torch.einsum("thd,shd->hts", q_THD, k) * scale, v, spec.window)
 
-    def attend_latent(
-        self,
-        layer_id: int,
-        q_THD: Tensor,
-        latent_TC: Tensor,
-        rope_TR: Tensor,
-        scale: float,
-        heads: LatentHeads | None = None,
-    ) -> Tensor:
-        keys = torch.cat((latent_TC, rope_TR), dim=-1)
-        values = latent_TC[:, None].expand(-1, q_THD.shape[1], -1)
-        return _softmax(torch.einsum("thd,sd->hts", q_THD, keys) * scale, values, None)
+    def attend_latent(self, layer_id: int, rows: LatentRows) -> Tensor:
+        keys = torch.cat((rows.latent_TC, rows.rope_TR), dim=-1)
+        values = rows.latent_TC[:, None].expand(-1, rows.q_THD.shape[1], -1)
+        return _softmax(torch.einsum("thd,sd->hts", rows.q_THD, keys) * rows.scale, values, None)
 
     def scan(self, layer_id: int, recurrence: Recurrence) -> Tensor:
         spec = self._specs[layer_id]

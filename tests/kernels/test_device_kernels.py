@@ -13,7 +13,7 @@ from torch import Tensor
 from baton.kernels.device import square_sums
 from baton.models.layer_cache import ScanRows
 from baton.models.layers.causal_conv import CausalConv
-from baton.models.layers.gated_delta import GatedDeltaSpec, delta_rule
+from baton.models.layers.gated_delta import DeltaRule, GatedDeltaSpec
 from baton.models.layers.layernorm import Fp32RMSNorm, RMSNorm
 from baton.models.layers.linear import Build
 from baton.models.layers.mamba2 import Mamba2, Mamba2Spec
@@ -91,7 +91,7 @@ def run(kind: str, where: torch.device, begin: int, stop: int, state: Tensor, ke
         return (mamba._scan_torch if on_device else mamba._scan_cpu)(projected, mixed, before, rows)
     rate, dt_bias = -numbers(4, seed=6).exp().to(where), numbers(heads - 4, seed=7).to(where)
     first = projected.shape[1] - heads
-    return delta_rule(not on_device)(DELTA, (rate, dt_bias), projected, first, mixed, before, rows)
+    return DeltaRule(DELTA, rate, dt_bias)(projected, first, mixed, before, rows, not on_device)
 
 
 SHAPES = {"conv": (4, 10, 3), "mamba2": (4, 6, 96), "delta": (4, 4, 120), "kimi": (4, 4, 120)}

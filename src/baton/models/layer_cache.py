@@ -168,6 +168,22 @@ class Chosen:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentRows:
+    """A layer's rows for latent attention: q [T, H, D], latents [T, C] and rope keys [T, R], one for all heads.
+
+    Computed in the form of `heads` that costs less for a request's rows. Without `heads` a key is latent and rope key
+    side by side and a value is the latent, so D is C + R and V is C. The rows of `chosen` attend to its keys only.
+    """
+
+    q_THD: Tensor
+    latent_TC: Tensor
+    rope_TR: Tensor
+    scale: float
+    heads: LatentHeads | None = None
+    chosen: Chosen | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class KVRegion:
     """A group's keys and values [pages, layers, 2, page_size, G, D], and the rows' page table int32 [R, columns]."""
 
@@ -263,22 +279,8 @@ class LayerCache(Attend, Protocol):
         """Write the rows' index keys, then set `chosen`. Precedes the same layer's `attend_latent`."""
         ...
 
-    def attend_latent(
-        self,
-        layer_id: int,
-        q_THD: Tensor,
-        latent_TC: Tensor,
-        rope_TR: Tensor,
-        scale: float,
-        heads: LatentHeads | None = None,
-        chosen: Chosen | None = None,
-    ) -> Tensor:
-        """Write the rows' latents and rope keys (one for all heads), then attend causally.
-
-        q is [T, H, D]; returns [T, H, V], in the form of `heads` that costs less for a request's rows. Without `heads`
-        a key is latent and rope key side by side and a value is the latent: q is [T, H, C + R]; returns [T, H, C]. The
-        rows of `chosen` attend to its keys only.
-        """
+    def attend_latent(self, layer_id: int, rows: LatentRows) -> Tensor:
+        """Write the rows' latents and rope keys, then attend causally. Returns [T, H, V]."""
         ...
 
     def attend_window(self, layer_id: int, rows: WindowRows) -> Tensor:

@@ -17,7 +17,7 @@ from baton.engine.step_plans import StateSlots
 from baton.errors import BatonError
 from baton.kernels.cpu import omp
 from baton.kv.spec import GroupSpec, PlaneSpec, kv_planes, latent_planes
-from baton.models.layer_cache import ScanRows, States
+from baton.models.layer_cache import LatentRows, ScanRows, States
 from testkit.handoffs.planes import split_latent_planes
 
 HEADS, LATENT, ROPE, LENGTH = 3, 24, 8, 150
@@ -61,7 +61,7 @@ class Pool:
         batch = AttnBatch(query_start, positions, self.table[list(spans)])
         if heads is not None:
             q = q[..., : NOPE + ROPE]
-        out = PagedLatentAttention(self.memory.planes, 1, batch).attend(q, latent, rope, SCALE, heads)
+        out = PagedLatentAttention(self.memory.planes, 1, batch).attend(LatentRows(q, latent, rope, SCALE, heads))
         return list(torch.split(out, counts))
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from baton.engine.attention.base import AttnBatch, AttnRows
 from baton.engine.attention.latent import PagedLatentAttention
 from baton.engine.attention.registry import get_backend
+from baton.models.layer_cache import LatentRows
 from baton.models.layers import mamba2_torch
 from baton.models.layers.headwise import headwise, invariant_headwise
 from baton.models.layers.linear import Build, Linear
@@ -161,7 +162,7 @@ def _latents(dtype: torch.dtype, expands: bool, random: np.random.Generator, val
         plane = torch.full((batch.page_table.size + 1, 1, page_size, 1, width + rope), 0.5, dtype=dtype)
         latents = PagedLatentAttention([plane], 0, batch)
         latents._is_cheaper_expanded = lambda *_: True  # type: ignore[method-assign]
-        return latents.attend(q, latent, keys, 0.2, heads)
+        return latents.attend(LatentRows(q, latent, keys, 0.2, heads))
 
     clean = attend(q, latent, keys)
     cut.check(clean, attend(q, cut.spoil(latent, value, part, random), keys))

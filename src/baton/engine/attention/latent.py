@@ -19,7 +19,7 @@ from baton.engine.attention.base import AttnBatch
 from baton.engine.attention.latent_cpu import attend_latents
 from baton.engine.attention.sdpa import mark_nonfinite_rows, zero_nonfinite
 from baton.kernels.cpu.scalar import supports
-from baton.models.layer_cache import Chosen, LatentHeads, slot_error
+from baton.models.layer_cache import Chosen, LatentHeads, LatentRows, slot_error
 
 _TILE = 64
 _ROW_BLOCK = 16
@@ -75,29 +75,21 @@ class PagedLatents:
 
 
 class PagedLatentAttention(PagedLatents):
-    def attend(
-        self,
-        q_THD: Tensor,
-        latent_TC: Tensor,
-        rope_TR: Tensor,
-        scale: float,
-        heads: LatentHeads | None = None,
-        chosen: Chosen | None = None,
-    ) -> Tensor:
+    def attend(self, rows: LatentRows) -> Tensor:
         """As `LayerCache.attend_latent`. Raises `BatonError` for a bad slot."""
-        self.write(torch.cat((latent_TC, rope_TR), dim=-1))
-        latent_dim = latent_TC.shape[-1]
+        self.write(torch.cat((rows.latent_TC, rows.rope_TR), dim=-1))
+        q_THD, heads, chosen, latent_dim = rows.q_THD, rows.heads, rows.chosen, rows.latent_TC.shape[-1]
         if chosen is None or not len(chosen.rows):
-            return self._to_all(self.batch, q_THD, latent_dim, scale, heads)
+            return self._to_all(self.batch, q_THD, latent_dim, rows.scale, heads)
         out = q_THD.new_empty(*q_THD.shape[:2], latent_dim if heads is None else heads.value_dim)
         is_dense = np.ones(len(q_THD), dtype=bool)
         is_dense[chosen.rows] = False
         if is_dense.any():
             at = torch.from_numpy(np.flatnonzero(is_dense)).to(self._device)
-            out[at] = self._to_all(_with_rows(self.batch, is_dense), q_THD[at], latent_dim, scale, heads)
+            out[at] = self._to_all(_with_rows(self.batch, is_dense), q_THD[at], latent_dim, rows.scale, heads)
         at = torch.from_numpy(chosen.rows).to(self._device)
         q_NHW = q_THD[at] if heads is None else heads.absorb(q_THD[at])
-        sums = self._to_chosen(q_NHW, chosen, latent_dim, scale)
+        sums = self._to_chosen(q_NHW, chosen, latent_dim, rows.scale)
         out[at] = sums if heads is None else heads.values(sums)
         return out
 

@@ -28,7 +28,7 @@ from baton.models.layer_cache import (
     IndexRows,
     KVRegion,
     KVRegions,
-    LatentHeads,
+    LatentRows,
     LayerSpec,
     Recurrence,
     WindowRows,
@@ -135,17 +135,8 @@ class PagedCache:
         assert kv is not None
         return self._backend.write_and_attend(kv, place.index, rows, batch, window)
 
-    def attend_latent(
-        self,
-        layer_id: int,
-        q_THD: Tensor,
-        latent_TC: Tensor,
-        rope_TR: Tensor,
-        scale: float,
-        heads: LatentHeads | None = None,
-        chosen: Chosen | None = None,
-    ) -> Tensor:
-        out = self._latents(layer_id).attend(q_THD, latent_TC, rope_TR, scale, heads, chosen)
+    def attend_latent(self, layer_id: int, rows: LatentRows) -> Tensor:
+        out = self._latents(layer_id).attend(rows)
         if self._written is not None:
             self._written(layer_id)
         return out

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -90,8 +89,8 @@ class GatedDeltaNet(nn.Module):
         def recurrence(states: States, rows: ScanRows) -> tuple[Tensor, States]:
             conv, matrix = torch.cat(states[:3], dim=1), states[3]
             mixed, kept_conv = self.conv1d(projected, self._spec.conv_sizes[2], conv, rows)
-            first, rule = projected.shape[1] - 2 * self._spec.value_heads, delta_rule(self._on_cpu)
-            out, kept = rule(self._spec, self._parameters32(), projected, first, mixed, matrix, rows)
+            first, rule = projected.shape[1] - 2 * self._spec.value_heads, DeltaRule(self._spec, *self._parameters32())
+            out, kept = rule(projected, first, mixed, matrix, rows, self._on_cpu)
             return out, (*torch.split(kept_conv, list(self._spec.conv_sizes), dim=1), kept)
 
         return self.out_proj(self._normed(cache.scan(self._layer_id, recurrence), projected))  # type: ignore[no-any-return]
@@ -117,82 +116,54 @@ class GatedDeltaNet(nn.Module):
         return scaled.to(weight.dtype)
 
 
-Parameters = tuple[Tensor, Tensor]
+@dataclass(frozen=True, slots=True)
+class DeltaRule:
+    """The recurrence (see `kernels.cpu.gated_delta.scan`), on sizes of this rank. float32: the decay rate [H], and
+    dt_bias [H], or [H K] with a decay for each channel of a key."""
 
-
-class DeltaRule(Protocol):
-    """The recurrence (see `kernels.cpu.gated_delta.scan`), on sizes of this rank."""
+    spec: GatedDeltaSpec
+    rate: Tensor
+    dt_bias: Tensor
 
     def __call__(
-        self,
-        spec: GatedDeltaSpec,
-        parameters: Parameters,
-        projected: Tensor,
-        first: int,
-        mixed: Tensor,
-        matrix: Tensor,
-        rows: ScanRows,
+        self, projected: Tensor, first: int, mixed: Tensor, matrix: Tensor, rows: ScanRows, on_cpu: bool
     ) -> tuple[Tensor, Tensor]:
-        """`parameters`: the decay rate [H] and dt_bias. b and a are the columns of `projected` from `first` on. Returns
-        the output [T, H V], and `matrix` [R, H, K V] after the rows `kept`."""
-        ...
+        """b and a are the columns of `projected` from `first` on. Returns the output [T, H V], and `matrix`
+        [R, H, K V] after the rows `kept`."""
+        if not on_cpu:
+            return self._by_row(projected[:, first:], mixed, matrix, rows)
+        out = torch.empty(len(projected), self.spec.conv_sizes[2])
+        kept = matrix.new_empty(len(rows.kept), *matrix.shape[1:])
+        gated_delta_cpu.scan(
+            as_array(projected), first, as_array(mixed), self.spec.key_heads, as_array(matrix), as_array(self.rate),
+            as_array(self.dt_bias), rows.query_start, rows.kept, as_array(out), as_array(kept),
+        )  # fmt: skip
+        return out, kept
 
-
-def delta_rule(on_cpu: bool) -> DeltaRule:
-    return _rule_cpu if on_cpu else _rule_torch
-
-
-def _rule_cpu(
-    spec: GatedDeltaSpec,
-    parameters: Parameters,
-    projected: Tensor,
-    first: int,
-    mixed: Tensor,
-    matrix: Tensor,
-    rows: ScanRows,
-) -> tuple[Tensor, Tensor]:
-    rate, dt_bias = parameters
-    out = torch.empty(len(projected), spec.conv_sizes[2])
-    kept = matrix.new_empty(len(rows.kept), *matrix.shape[1:])
-    gated_delta_cpu.scan(
-        as_array(projected), first, as_array(mixed), spec.key_heads, as_array(matrix), as_array(rate),
-        as_array(dt_bias), rows.query_start, rows.kept, as_array(out), as_array(kept),
-    )  # fmt: skip
-    return out, kept
-
-
-def _rule_torch(
-    spec: GatedDeltaSpec,
-    parameters: Parameters,
-    projected: Tensor,
-    first: int,
-    mixed: Tensor,
-    matrix: Tensor,
-    rows: ScanRows,
-) -> tuple[Tensor, Tensor]:
-    """Row by row: chunks would round differently from decoding."""
-    (rate, dt_bias), heads, each = parameters, spec.value_heads, spec.value_heads // spec.key_heads
-    b, a = torch.split(projected[:, first:].float(), [heads, len(dt_bias)], dim=1)
-    beta, steps = b.sigmoid(), F.softplus(a + dt_bias)
-    decay = (rate.repeat_interleave(len(dt_bias) // heads) * steps).exp()
-    if has_kernels(mixed.device.type):
-        where = DeviceRows.of(rows.query_start, rows.kept, mixed.device)
-        return triton_gated_delta(mixed, beta, decay, matrix, (spec.key_heads, spec.key_dim, spec.value_dim), where)
-    parts = torch.split(mixed, list(spec.conv_sizes), dim=1)
-    q, k, v = (part.view(len(part), -1, size) for part, size in zip(parts, _widths(spec), strict=True))
-    q, k = (_unit(part).repeat_interleave(each, dim=1) for part in (q, k))
-    q, out, states, wanted = q * spec.key_dim**-0.5, torch.empty_like(v), [], set(rows.kept.tolist())
-    decay = decay.view(len(decay), heads, -1, 1)
-    for r, (start, stop) in enumerate(itertools.pairwise(rows.query_start.tolist())):
-        state = matrix[r].view(heads, spec.key_dim, spec.value_dim)
-        for t in range(start, stop):
-            state = state * decay[t]
-            known = (state * k[t][:, :, None]).sum(dim=1)
-            state = state + k[t][:, :, None] * ((v[t] - known) * beta[t][:, None])[:, None]
-            out[t] = (state * q[t][:, :, None]).sum(dim=1)
-            if t in wanted:
-                states.append(state.flatten(1))
-    return out.flatten(1), torch.stack(states) if states else matrix[:0]
+    def _by_row(self, b_a: Tensor, mixed: Tensor, matrix: Tensor, rows: ScanRows) -> tuple[Tensor, Tensor]:
+        """Row by row: chunks would round differently from decoding."""
+        spec, heads, each = self.spec, self.spec.value_heads, self.spec.value_heads // self.spec.key_heads
+        b, a = torch.split(b_a.float(), [heads, len(self.dt_bias)], dim=1)
+        beta, steps = b.sigmoid(), F.softplus(a + self.dt_bias)
+        decay = (self.rate.repeat_interleave(len(self.dt_bias) // heads) * steps).exp()
+        if has_kernels(mixed.device.type):
+            where = DeviceRows.of(rows.query_start, rows.kept, mixed.device)
+            return triton_gated_delta(mixed, beta, decay, matrix, (spec.key_heads, spec.key_dim, spec.value_dim), where)
+        parts = torch.split(mixed, list(spec.conv_sizes), dim=1)
+        q, k, v = (part.view(len(part), -1, size) for part, size in zip(parts, _widths(spec), strict=True))
+        q, k = (_unit(part).repeat_interleave(each, dim=1) for part in (q, k))
+        q, out, states, wanted = q * spec.key_dim**-0.5, torch.empty_like(v), [], set(rows.kept.tolist())
+        decay = decay.view(len(decay), heads, -1, 1)
+        for r, (start, stop) in enumerate(itertools.pairwise(rows.query_start.tolist())):
+            state = matrix[r].view(heads, spec.key_dim, spec.value_dim)
+            for t in range(start, stop):
+                state = state * decay[t]
+                known = (state * k[t][:, :, None]).sum(dim=1)
+                state = state + k[t][:, :, None] * ((v[t] - known) * beta[t][:, None])[:, None]
+                out[t] = (state * q[t][:, :, None]).sum(dim=1)
+                if t in wanted:
+                    states.append(state.flatten(1))
+        return out.flatten(1), torch.stack(states) if states else matrix[:0]
 
 
 def _widths(spec: GatedDeltaSpec) -> tuple[int, int, int]:

@@ -17,7 +17,7 @@ from baton.kernels.cpu.scalar import as_array, supports
 from baton.kernels.device import square_sums
 from baton.models.layer_cache import LayerCache, ScanRows, States
 from baton.models.layers.causal_conv import CausalConv
-from baton.models.layers.gated_delta import GatedDeltaSpec, delta_rule
+from baton.models.layers.gated_delta import DeltaRule, GatedDeltaSpec
 from baton.models.layers.linear import Build, Linear, MergedLinear, WeightCut
 from baton.models.layers.parallel import Share
 from baton.models.layers.row_linear import RowLinear
@@ -57,8 +57,8 @@ class KimiDeltaNet(nn.Module):
         def recurrence(states: States, rows: ScanRows) -> tuple[Tensor, States]:
             conv, matrix = torch.cat(states[:3], dim=1), states[3]
             mixed, kept_conv = self.conv1d(projected, 0, conv, rows)
-            rule = delta_rule(self._on_cpu)
-            out, kept = rule(self._spec, self._parameters32(), steps, 0, mixed, matrix, rows)
+            rule = DeltaRule(self._spec, *self._parameters32())
+            out, kept = rule(steps, 0, mixed, matrix, rows, self._on_cpu)
             return out, (*torch.split(kept_conv, list(self._spec.conv_sizes), dim=1), kept)
 
         gates = self.g_b_proj(g.contiguous())

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from baton.models.config import ModelConfig, RopeSpec
-from baton.models.layer_cache import Chosen, LayerCache
+from baton.models.layer_cache import Chosen, LatentRows, LayerCache
 from baton.models.layers.headwise import headwise, invariant_headwise
 from baton.models.layers.layernorm import RMSNorm
 from baton.models.layers.linear import Build, Linear, isolate_non_finite, reads_next_row
@@ -94,9 +94,8 @@ class LatentAttention(nn.Module):
         # The shared key is rotated as one more head.
         ropes = self._rotated(torch.cat((q_rope, k_rope[:, None]), dim=1), cos_sin)
         q = torch.cat((q_nope, ropes[:, :-1]), dim=-1)
-        out = cache.attend_latent(
-            self._layer_id, q, self.kv_a_layernorm(latent), ropes[:, -1], self._scale, self.kv_b_proj, chosen
-        )
+        rows = LatentRows(q, self.kv_a_layernorm(latent), ropes[:, -1], self._scale, self.kv_b_proj, chosen)
+        out = cache.attend_latent(self._layer_id, rows)
         return self.o_proj(out.reshape(len(x), -1))  # type: ignore[no-any-return]
 
     def write(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: LayerCache) -> None:
