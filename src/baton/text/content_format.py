@@ -42,7 +42,6 @@ def with_content(message: Mapping[str, Any], form: ContentFormat) -> dict[str, A
 
 
 def content_text(message: Mapping[str, Any]) -> str:
-    """The text of a message from `with_content`."""
     content = message["content"]
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 

@@ -6,7 +6,7 @@ import asyncio
 import pydoc_data.topics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tqdm import tqdm
 
@@ -17,6 +17,9 @@ from baton.openai.client import OpenAIClient
 from baton.sampling_params import SamplingParams
 from baton.text import Tokenizer
 from baton.verify.prompts import Chat
+
+if TYPE_CHECKING:
+    from baton.engine.llm import LLM  # imports PyTorch
 
 REQUEST_TIMEOUT_S = 300.0
 _BAR_DELAY_S = 2.0
@@ -91,7 +94,7 @@ def num_drafts(settings: Mapping[str, Any]) -> int:
     return 0 if spec is None or spec.num_speculative_tokens == "auto" else spec.num_speculative_tokens
 
 
-def observe_llm(llm: Any, cases: Sequence[Case], num_speculative_tokens: int) -> list[Observed]:
+def observe_llm(llm: LLM, cases: Sequence[Case], num_speculative_tokens: int) -> list[Observed]:
     prompts, params = [list(case.prompt_token_ids) for case in cases], [case.params for case in cases]
     results = llm.generate(prompts, params, use_tqdm=progress_bar)
     observed = []

@@ -47,7 +47,6 @@ def test_the_stand_in_for_kernels_has_none_for_amx() -> None:
 
 
 def test_sglang_takes_the_arguments_of_the_examples(tmp_path: Path) -> None:
-    """Names of transfer backends besides SGLang's own come with the plug-in."""
     from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
     from sglang.srt.server_args import ServerArgs
 

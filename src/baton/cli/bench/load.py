@@ -11,7 +11,7 @@ import sys
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -20,6 +20,9 @@ from baton.cli.bench.load_options import DatasetOptions, ReportOptions, TargetOp
 from baton.cli.results import JsonFlag, make_place, show_table
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from baton.bench.load import LoadRun
 
 # Per request, only for --save-detailed.
 _DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
@@ -124,7 +127,7 @@ def _hand_to(tool: LoadTool, *options: Any) -> NoReturn:
     raise typer.Exit(subprocess.run(command, env={**os.environ, **key}, check=False).returncode)
 
 
-async def _run(target: TargetOptions, dataset: DatasetOptions, traffic: TrafficOptions) -> tuple[Any, str]:
+async def _run(target: TargetOptions, dataset: DatasetOptions, traffic: TrafficOptions) -> tuple[LoadRun, str]:
     import numpy as np
 
     from baton.bench.load import Load, run_load

@@ -156,5 +156,4 @@ def unpack_masks(bits: npt.NDArray[np.uint8], like: Tensor, vocab_size: int | No
 
 
 def on_device(values: np.ndarray, like: Tensor) -> Tensor:
-    """An array on the device of `like`."""
     return torch.from_numpy(values).to(like.device)
