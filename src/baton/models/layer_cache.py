@@ -169,7 +169,7 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class LatentRows:
-    """A layer's rows for latent attention: q [T, H, D], latents [T, C] and rope keys [T, R], one for all heads.
+    """Rows for latent attention: q [T, H, D], latents [T, C] and rope keys [T, R], one for all heads.
 
     Computed in the form of `heads` that costs less for a request's rows. Without `heads` a key is latent and rope key
     side by side and a value is the latent, so D is C + R and V is C. The rows of `chosen` attend to its keys only.

@@ -19,7 +19,7 @@ from baton.text import Tokenizer
 from baton.verify.prompts import Chat
 
 if TYPE_CHECKING:
-    from baton.engine.llm import LLM  # imports PyTorch
+    from baton.engine.llm import LLM
 
 REQUEST_TIMEOUT_S = 300.0
 _BAR_DELAY_S = 2.0
