@@ -102,7 +102,7 @@ class Scheduler:
     def schedule(self) -> list[ScheduledRows]:
         """The rows of the next step: verifications first, then prefill chunks in order of arrival.
 
-        A prompt that does not fit is the *long* one: docs/router.md ("Who waits for whom") says what it leaves to
+        A prompt that does not fit is the *long* one: docs/router.md ("Queues") says what it leaves to
         others.
         """
         batch = _Batch(self.max_num_batched_tokens)

@@ -81,7 +81,7 @@ def _routes(state: Mapping[str, Any]) -> str:
     recoveries = ", ".join(f"{rung} {count}" for rung, count in state["recoveries"].items())
     lines = [
         f"routes: {state['decisions']['summary']}",
-        f"handoffs: {handoffs['active']} run, {handoffs['completed']} completed, {handoffs['failed']} failed"
+        f"handoffs: {handoffs['active']} in progress, {handoffs['completed']} completed, {handoffs['failed']} failed"
         + (f" ({failures})" if failures else ""),
     ]
     return "\n".join([*lines, *([f"recoveries: {recoveries}"] if recoveries else [])])

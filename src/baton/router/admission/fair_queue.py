@@ -1,4 +1,4 @@
-"""Waiting requests in scheduling order (docs/router.md, "Who waits for whom").
+"""Waiting requests in scheduling order (docs/router.md, "Queues").
 
 Tenants share by virtual token counters (Y. Sheng et al., Fairness in Serving Large Language Models, OSDI 2024).
 """

@@ -19,7 +19,7 @@ ANY = "*"
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One tenant's share and limits (docs/router.md, "Who waits for whom"). `max_running`, `max_queued` None:
+    """One tenant's share and limits (docs/router.md, "Queues"). `max_running`, `max_queued` None:
     unlimited. `priority`: the best class that it may ask for; lower runs first, as in vLLM.
     """
 
