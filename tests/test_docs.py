@@ -16,6 +16,7 @@ import typer
 
 import baton.cli
 from baton.error_help import HELP
+from baton.handoff.protocol.frames import PROTOCOL_VERSION
 from baton.router.config.policy_config import PolicyConfig
 from baton.router.config.router_settings import RoutingSettings
 from baton.router.policies import POLICIES
@@ -29,7 +30,8 @@ from tests.test_structure import COMMON, ROOMS, room_of
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
-    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/results/README.md")
+    ROOT / name
+    for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/results/README.md")
 ] + sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("models/*/README.md")])
 FENCE = re.compile(r"^```[a-z]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
@@ -259,6 +261,10 @@ def test_the_table_of_the_doctor_has_all_findings() -> None:
     page = (ROOT / "docs/operations.md").read_text().split("| it looks at | findings |")[1].split("\n\n")[0]
     found = set(re.findall(r"(?:Finding|Problem)\(\s*\"([a-z_]+)\"", source)) - {"version"}
     assert found <= set(SPAN.findall(page))
+
+
+def test_the_changelog_names_the_version_of_the_protocol() -> None:
+    assert f"; version {PROTOCOL_VERSION} of [the protocol]" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_every_metric_is_documented() -> None:
