@@ -78,7 +78,7 @@ def _finish(pool: PagePool, one: _Served, past: deque[list[int]]) -> None:
 
 
 def fragmented_tables(
-    fragmentation: str, num_pages: int, count: int, tables_wanted: int, caching: bool = True, seed: int = 0
+    fragmentation: str, num_pages: int, count: int, tables_wanted: int, seed: int = 0
 ) -> list[list[int]]:
     """Block tables of `count` pages each, for `tables_wanted` prompts in turn, from a pool of `num_pages`.
 
@@ -88,7 +88,7 @@ def fragmented_tables(
     """
     if fragmentation not in FRAGMENTATIONS:
         raise ConfigError("fragmentation", f"{fragmentation!r} is none of {', '.join(FRAGMENTATIONS)}")
-    pool = PagePool(num_pages, 1, enable_caching=caching)
+    pool = PagePool(num_pages, 1)
     if fragmentation == "full":
         rng = np.random.default_rng(seed)
         pages = np.arange(1, num_pages, 2)
@@ -96,7 +96,7 @@ def fragmented_tables(
             raise CapacityError(f"{count} pages wanted, {pages.size} have no neighbour")
         return [rng.permutation(pages)[:count].tolist() for _ in range(tables_wanted)]
     if fragmentation == "churned":
-        load = Churn(prompt=(count // 4 or 1, count), caching=caching)
+        load = Churn(prompt=(count // 4 or 1, count))
         running = min(load.running, (num_pages - 1) // (count + load.output[1]) - 1)
         churn(pool, replace(load, running=max(1, running)), seed)
     out = []

@@ -42,10 +42,9 @@ class WorkerProcesses:
         serve: Serve,
         on_end: Callable[[int], None] = lambda number: None,
         *,
-        young_s: float = _YOUNG_S,
         silent_s: float = _SILENT_S,
     ) -> None:
-        self._num, self._serve, self._on_end, self._young_s, self._silent_s = num, serve, on_end, young_s, silent_s
+        self._num, self._serve, self._on_end, self._silent_s = num, serve, on_end, silent_s
         self._running: dict[int, tuple[int, float]] = {}  # number and start, by process id
         self._heard: dict[int, float] = {}  # when, by number
         self._looked = time.monotonic()
@@ -114,7 +113,7 @@ class WorkerProcesses:
         if not was_ready and not (self._has_served and self._heard):
             raise BatonError(f"router process {number} ended with {code} before it was ready")
         logger.error("router process %d ended with %d; another takes its place", number, code)
-        if time.monotonic() - started < self._young_s:
+        if time.monotonic() - started < _YOUNG_S:
             time.sleep(_PAUSE_S)
         self._start(number, alive_fd)
 
