@@ -15,7 +15,6 @@ from baton.text.files import read_object
 
 log = logging.getLogger(__name__)
 
-NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
