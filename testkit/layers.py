@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from baton.engine.attention.base import AttnBatch, AttnRows
+from baton.engine.attention.base import AttnBatch
 from baton.engine.attention.registry import get_backend
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
 from baton.kernels.cpu.gemm.int8_gemm import HAS_INT8_PRODUCTS
 from baton.kernels.cpu.gemm.wide_gemm import HAS_WIDE_PRODUCTS
 from baton.models.config import ModelConfig, RopeSpec
-from baton.models.layer_cache import KVRegion, KVRegions
+from baton.models.layer_cache import AttnRows, KVRegion, KVRegions
 from baton.models.layers.decoder_layer import DecoderLayer
 from baton.models.layers.linear import Build, Linear
 

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 import typer
 
-from baton.engine.attention.base import AttnBatch, AttnRows
+from baton.engine.attention.base import AttnBatch
 from baton.engine.attention.registry import get_backend
-from baton.models.layer_cache import KVLayerSpec, KVRegion, KVRegions
+from baton.models.layer_cache import AttnRows, KVLayerSpec, KVRegion, KVRegions
 from baton.models.layers.linear import Linear
 from baton.models.loading.loader import load_model
 from benchmarks.engine.decode import rates

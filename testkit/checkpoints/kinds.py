@@ -18,6 +18,7 @@ from baton.drafters.base import DraftBatch
 from baton.models.base import CausalLM
 from baton.models.config import ModelConfig, RawConfig, decoder_fields
 from baton.models.layer_cache import (
+    AttnRows,
     KVLayerSpec,
     LatentLayerSpec,
     LatentRows,
@@ -124,21 +125,15 @@ class WholeSequence:
     def __init__(self, model: CausalLM) -> None:
         self._specs = model.kv_layers
 
-    def __call__(
-        self,
-        layer_id: int,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
-        scale: float,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, layer_id: int, rows: AttnRows) -> Tensor:
         spec = self._specs[layer_id]
         assert isinstance(spec, KVLayerSpec)
-        assert sinks_H is None
-        group = q_THD.shape[1] // k_TGD.shape[1]
-        k, v = k_TGD.repeat_interleave(group, dim=1), v_TGD.repeat_interleave(group, dim=1)
-        return _softmax(torch.einsum("thd,shd->hts", q_THD, k) * scale, v, spec.window)
+        assert rows.sinks_H is None
+        assert rows.k_TGD is not None
+        assert rows.v_TGD is not None
+        group = rows.q_THD.shape[1] // rows.k_TGD.shape[1]
+        k, v = (each.repeat_interleave(group, dim=1) for each in (rows.k_TGD, rows.v_TGD))
+        return _softmax(torch.einsum("thd,shd->hts", rows.q_THD, k) * rows.scale, v, spec.window)
 
     def attend_latent(self, layer_id: int, rows: LatentRows) -> Tensor:
         keys = torch.cat((rows.latent_TC, rows.rope_TR), dim=-1)

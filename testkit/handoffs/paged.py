@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.attention.base import AttentionBackend, AttnBatch, AttnRows
-from baton.models.layer_cache import KVLayerSpec, LayerSpec
+from baton.engine.attention.base import AttentionBackend, AttnBatch
+from baton.models.layer_cache import AttnRows, KVLayerSpec, LayerSpec
 
 
 class PagedSequence:
@@ -44,18 +44,9 @@ class PagedSequence:
         self._batch = AttnBatch(query_start, positions, self._page_table)
         return torch.from_numpy(positions)
 
-    def __call__(
-        self,
-        layer_id: int,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
-        scale: float,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, layer_id: int, rows: AttnRows) -> Tensor:
         spec = self._layers[layer_id]
         assert isinstance(spec, KVLayerSpec)
-        rows = AttnRows(q_THD, k_TGD, v_TGD, scale, sinks_H)
         return self._backend.write_and_attend(self._kv[layer_id], 0, rows, self._batch, spec.window)
 
     def attend_kept(self, layer_id: int, q_THD: Tensor, scale: float, window: int | None) -> Tensor:

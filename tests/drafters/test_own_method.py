@@ -14,7 +14,7 @@ from baton import LLM, SamplingParams
 from baton.drafters.base import DraftBatch, Drafter
 from baton.drafters.registry import DRAFTERS
 from baton.models.base import CausalLM
-from baton.models.layer_cache import KVLayerSpec
+from baton.models.layer_cache import AttnRows, KVLayerSpec
 from baton.models.layers.linear import Build
 from testkit.inside import engine_of
 
@@ -66,7 +66,7 @@ class Two(NGram):
         for layer, spec in enumerate(self.kv_layers):
             shape = (len(batch.positions), spec.num_kv_heads, spec.head_dim)
             own = torch.from_numpy(batch.next_ids).float()[:, None, None].expand(shape)
-            attend(layer, own, own, own, 1.0)
+            attend(layer, AttnRows(own, own, own, 1.0))
 
 
 @pytest.fixture(params=[NGram, Two], ids=["no groups", "two groups"])

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from baton.engine.attention.base import AttnBatch, AttnRows
+from baton.engine.attention.base import AttnBatch
 from baton.engine.attention.registry import get_backend
 from baton.kernels.cpu.elementwise import silu_mul
+from baton.models.layer_cache import AttnRows
 from baton.models.layers.headwise import invariant_headwise
 from baton.models.layers.layernorm import RMSNorm
 from baton.models.layers.linear import Build, Linear, block_heights, blocks, cancelling_operands
@@ -158,8 +159,8 @@ def test_requests_beside_each_other_do_not_change_bits(checkpoint: Any) -> None:
     positions = np.concatenate([np.arange(n) for n in lengths])
     batch = AttnBatch(np.cumsum([0, *lengths]).astype(np.int32), positions, table)
 
-    def attend(layer: int, q: Any, k: Any, v: Any, scale: float) -> torch.Tensor:
-        return backend.write_and_attend(kv, layer, AttnRows(q, k, v, scale), batch, None)
+    def attend(layer: int, rows: AttnRows) -> torch.Tensor:
+        return backend.write_and_attend(kv, layer, rows, batch, None)
 
     together, _ = model(torch.cat(prompts), torch.from_numpy(positions), attend)
     for prompt, rows in zip(prompts, together.split(lengths), strict=True):

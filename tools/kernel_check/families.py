@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.drafters.eagle3 import Eagle3
-from baton.engine.attention.base import AttnBatch, AttnRows
+from baton.engine.attention.base import AttnBatch
 from baton.engine.attention.latent_cpu import attend_latents
 from baton.engine.attention.registry import get_backend
 from baton.kernels.cpu import causal_conv, elementwise, gated_delta, mamba2
@@ -29,6 +29,7 @@ from baton.kernels.cpu.scalar import as_array
 from baton.kv.geometry import CopyList
 from baton.models.fused_head import FusedHead
 from baton.models.fused_layers import FusedLayers
+from baton.models.layer_cache import AttnRows
 from baton.models.layers.decoder_layer import DecoderLayer
 from baton.models.layers.linear import Build, Linear
 from baton.models.layers.rotary import Rotary

@@ -19,7 +19,7 @@ from baton.drafters.head import HeadDrafter, fill_drafter, head_tensors
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM
 from baton.models.config import ModelConfig, RawConfig, get_bool
-from baton.models.layer_cache import KVLayerSpec, LayerCache
+from baton.models.layer_cache import AttnRows, KVLayerSpec, LayerCache
 from baton.models.layers.decoder_layer import MLP
 from baton.models.layers.layernorm import RMSNorm
 from baton.models.layers.linear import Build, Linear, MergedLinear
@@ -78,11 +78,11 @@ class BlockAttention(nn.Module):
         q = rotate(q, self._heads, *cos_sin)
         k, v = self.keys_values(x, cos_sin)
         if self._causal:
-            out = rows.causal(self._layer_id, q, k, v, self._scale)
+            out = rows.causal(self._layer_id, AttnRows(q, k, v, self._scale))
         else:
             rows.causal.write(self._layer_id, k, v)
             # Each row writes its block's last entry again.
-            out = rows.whole(self._layer_id, q, k[last], v[last], self._scale)
+            out = rows.whole(self._layer_id, AttnRows(q, k[last], v[last], self._scale))
         return self.o_proj(out.reshape(len(x), -1))  # type: ignore[no-any-return]
 
 

@@ -112,22 +112,22 @@ class Recurrence(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class AttnRows:
+    """Rows for attention: q [T, H, D], k and v [T, G, D] (None: nothing is written), `scale` on the dot products.
+    `sinks_H` float32: one more logit per head in every row's softmax, without key or value."""
+
+    q_THD: Tensor
+    k_TGD: Tensor | None
+    v_TGD: Tensor | None
+    scale: float
+    sinks_H: Tensor | None = None
+
+
 class Attend(Protocol):
-    """Write k and v to the paged cache, then attend causally, for one forward.
+    """Write k and v to the paged cache, then attend causally, for one forward. Returns [T, H, D]."""
 
-    q [T, H, D], k and v [T, G, D], `scale` on the dot products; returns [T, H, D]. `sinks` float32 [H]: one more logit
-    per head in every row's softmax, without key or value.
-    """
-
-    def __call__(
-        self,
-        layer_id: int,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
-        scale: float,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor: ...
+    def __call__(self, layer_id: int, rows: AttnRows) -> Tensor: ...
 
 
 class LatentHeads(Protocol):
@@ -251,7 +251,7 @@ class Compressed:
 @dataclass(frozen=True, slots=True)
 class WindowRows:
     """A layer's rows for attention to one key per token that is also its value: q [T, H, D], kept [T, D]. The row at
-    position i sees the tokens j with i - window < j <= i, and the entries of `compressed`. `sinks_H`: as `Attend`.
+    position i sees the tokens j with i - window < j <= i, and the entries of `compressed`. `sinks_H`: as `AttnRows`.
     """
 
     q_THD: Tensor

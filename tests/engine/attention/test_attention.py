@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.attention.base import AttnBatch, AttnRows
+from baton.engine.attention.base import AttnBatch
 from baton.engine.attention.registry import BACKENDS, get_backend
 from baton.errors import BatonError, ConfigError
 from baton.kernels.cpu import omp
+from baton.models.layer_cache import AttnRows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 # The CUDA backend is tested in `test_attention_cuda.py`.

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from baton.engine.attention.base import AttnRows
 from baton.engine.attention.registry import get_backend
+from baton.models.layer_cache import AttnRows
 from tests.engine.attention.test_attention import LAYER, Pool, naive, random_qkv
 
 if not torch.cuda.is_available():

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.attention.base import AttnBatch, AttnRows
+from baton.engine.attention.base import AttnBatch
 from baton.engine.attention.latent import PagedLatentAttention
 from baton.engine.attention.registry import get_backend
-from baton.models.layer_cache import LatentRows
+from baton.models.layer_cache import AttnRows, LatentRows
 from baton.models.layers import mamba2_torch
 from baton.models.layers.headwise import headwise, invariant_headwise
 from baton.models.layers.linear import Build, Linear

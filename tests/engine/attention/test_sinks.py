@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.attention.base import AttnRows
 from baton.engine.attention.registry import BACKENDS, get_backend
+from baton.models.layer_cache import AttnRows
 from tests.engine.attention.test_attention import LAYER, Pool, random_qkv
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,6 +12,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from torch import Tensor
 
+from baton.models.layer_cache import AttnRows
+
 T = TypeVar("T")
 
 
@@ -32,17 +34,6 @@ class AttnBatch:
             self._plans[key] = make()
         plan: T = self._plans[key]
         return plan
-
-
-@dataclass(frozen=True, slots=True)
-class AttnRows:
-    """A layer's inputs. `k_TGD` and `v_TGD` None: nothing is written. `sinks_H`: see `models.layer_cache.Attend`."""
-
-    q_THD: Tensor
-    k_TGD: Tensor | None
-    v_TGD: Tensor | None
-    scale: float
-    sinks_H: Tensor | None = None
 
 
 class AttentionBackend(Protocol):

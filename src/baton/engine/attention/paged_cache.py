@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from baton.engine.attention.base import AttentionBackend, AttnBatch, AttnRows
+from baton.engine.attention.base import AttentionBackend, AttnBatch
 from baton.engine.attention.compressed import attend_window
 from baton.engine.attention.latent import PagedLatentAttention, PagedLatents
 from baton.engine.attention.paged_cpu import BatchAddresses, PagedCpuBackend
@@ -24,6 +24,7 @@ from baton.engine.memory.group_memory import GroupMemory
 from baton.engine.step_plans import Written
 from baton.kv.spec import INDEX_PLANE, GroupSpec
 from baton.models.layer_cache import (
+    AttnRows,
     Chosen,
     IndexRows,
     KVRegion,
@@ -87,16 +88,7 @@ class PagedCache:
         self._written = written
         self.chosen: Chosen | None = None
 
-    def __call__(
-        self,
-        layer_id: int,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
-        scale: float,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        rows = AttnRows(q_THD, k_TGD, v_TGD, scale, sinks_H)
+    def __call__(self, layer_id: int, rows: AttnRows) -> Tensor:
         out = self._attend(layer_id, rows, self._place(layer_id).window)
         if self._written is not None:
             self._written(layer_id)

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.attention.base import AttnBatch, AttnRows
+from baton.engine.attention.base import AttnBatch
 from baton.errors import ConfigError
 from baton.kernels.cpu.omp import arguments, float_bits, threads_for
 from baton.kernels.cpu.paged_attention import ATTEND, FAULT, WRITE
-from baton.models.layer_cache import slot_error
+from baton.models.layer_cache import AttnRows, slot_error
 
 # Multiply-adds worth one more thread.
 _PARALLEL_WORK = 1 << 17

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.attention.base import AttnBatch, AttnRows
-from baton.models.layer_cache import slot_error
+from baton.engine.attention.base import AttnBatch
+from baton.models.layer_cache import AttnRows, slot_error
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.attention.base import AttnBatch, AttnRows
+from baton.engine.attention.base import AttnBatch
 from baton.errors import ConfigError
-from baton.models.layer_cache import slot_error
+from baton.models.layer_cache import AttnRows, slot_error
 
 # Rows times query heads per KV head in one program, and keys in one tile.
 _BLOCK_M = 64

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from baton.kernels.cpu.scalar import supports
 from baton.models.architectures.gemma3 import GeluMLP, gelu_gate
 from baton.models.config import ModelConfig
-from baton.models.layer_cache import KVLayerSpec, LayerCache
+from baton.models.layer_cache import AttnRows, KVLayerSpec, LayerCache
 from baton.models.layers.layernorm import UnitRMSNorm, make_norm
 from baton.models.layers.linear import Build, Linear, MergedLinear
 from baton.models.layers.moe import Experts, row_sum
@@ -79,7 +79,7 @@ class Gemma4Attention(nn.Module):
         heads = torch.cat((self.q_norm(q), self.k_norm(k), self.v_norm(values[0] if values else k)), dim=1)
         heads = rotate(heads, self._heads + self._kv_heads, *cos_sin)
         q, k, v = heads.split_with_sizes([self._heads, self._kv_heads, self._kv_heads], dim=1)
-        out = cache(self._source, q, k, v, 1.0)
+        out = cache(self._source, AttnRows(q, k, v, 1.0))
         return self.o_proj(out.reshape(len(x), -1))  # type: ignore[no-any-return]
 
 

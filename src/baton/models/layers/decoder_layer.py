@@ -12,7 +12,7 @@ from baton.kernels.cpu import elementwise
 from baton.kernels.cpu.elementwise import silu_mul
 from baton.kernels.cpu.scalar import supports
 from baton.models.config import ModelConfig
-from baton.models.layer_cache import Attend, LayerCache
+from baton.models.layer_cache import Attend, AttnRows, LayerCache
 from baton.models.layers.layernorm import RMSNorm, make_norm
 from baton.models.layers.linear import Build, MergedLinear, WeightCut
 from baton.models.layers.rotary import rotate
@@ -81,8 +81,7 @@ class Attention(nn.Module):
         if cos_sin is not None:
             heads = rotate(heads, self.num_heads + self.num_kv_heads, *cos_sin)
         q, k, v = heads.split_with_sizes(self._split, dim=1)
-        sinks = () if self.sinks is None else (self.sinks,)
-        out = attend(self._layer_id, q, k, v, self.scale, *sinks)
+        out = attend(self._layer_id, AttnRows(q, k, v, self.scale, self.sinks))
         return self.o_proj(out.reshape(x.shape[0], -1))  # type: ignore[no-any-return]
 
     def write(self, x: Tensor, cos_sin: tuple[Tensor, Tensor] | None, cache: LayerCache) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from baton.models.config import ModelConfig
-from baton.models.layer_cache import Attend, LayerCache
+from baton.models.layer_cache import Attend, AttnRows, LayerCache
 from baton.models.layers.decoder_layer import sigmoid
 from baton.models.layers.layernorm import make_norm
 from baton.models.layers.linear import Build, MergedLinear
@@ -44,7 +44,7 @@ class GatedAttention(nn.Module):
         heads = rotate(torch.cat((self.q_norm(q), self.k_norm(k)), dim=1), self._heads + self._kv_heads, *cos_sin)
         q, k = heads.split_with_sizes([self._heads, self._kv_heads], dim=1)
         v = values.reshape(len(x), self._kv_heads, self._head_dim)
-        out = attend(self._layer_id, q, k, v, self._scale)
+        out = attend(self._layer_id, AttnRows(q, k, v, self._scale))
         return self.o_proj((out * sigmoid(gate.float()).to(x.dtype)).reshape(len(x), -1))  # type: ignore[no-any-return]
 
     def write(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: LayerCache) -> None:
