@@ -160,7 +160,7 @@ class FleetOptions:
         typer.Option(min=0, max=65535, help="Port of the first engine; the others use the next ones. 0: free ports."),
     ] = 0
     max_restarts: Annotated[
-        int, typer.Option(min=0, help="How often in succession an engine is started again that has ended by itself.")
+        int, typer.Option(min=0, help="How often in a row an engine that ended by itself is started again.")
     ] = DEFAULT_MAX_RESTARTS
 
     def num_engines(self, ranks: Mapping[str, int], router_port: int) -> int:

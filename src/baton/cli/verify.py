@@ -46,10 +46,11 @@ class ServerOptions:
     reference: Annotated[str | None, typer.Option(help="URL of a server; default: one engine in this process.")] = None
     candidate: Annotated[str | None, typer.Option(help="URL of a server; default: a deployment of MODEL.")] = None
     reference_metrics: Annotated[
-        str | None, typer.Option(metavar="URL,...", help="Engines whose counters must tell acceptance.")
+        str | None, typer.Option(metavar="URL,...", help="Servers whose counters give the reference's acceptance.")
     ] = None
     candidate_metrics: Annotated[
-        str | None, typer.Option(metavar="URL,...", help="The same; of P/D deployments the decode engines.")
+        str | None,
+        typer.Option(metavar="URL,...", help="The same of the candidate: a P/D deployment's decode engines."),
     ] = None
     concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight at a server.")] = 1
     request_timeout: Annotated[float, typer.Option(min=0.001, max=MAX_SECONDS, help="Seconds.")] = REQUEST_TIMEOUT_S
@@ -72,13 +73,13 @@ class PromptOptions:
         bool,
         typer.Option(
             "--add-special-tokens/--no-add-special-tokens",
-            help="For texts of --prompts: whether the tokenizer adds BOS; not where a template wrote it.",
+            help="For texts of --prompts: whether the tokenizer adds BOS; say no if a template wrote it.",
         ),
     ] = True
     turns: Annotated[
         int, typer.Option(min=1, help="Turns of each conversation: prefixes are handed back to prefill engines.")
     ] = 1
-    token_range: Annotated[str, typer.Option(help="Ids of random prompts, where there is no MODEL.")] = "100-30000"
+    token_range: Annotated[str, typer.Option(help="Ids of random prompts, without MODEL.")] = "100-30000"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,8 @@ class ComparisonOptions:
     ] = None
     json_output: Annotated[bool, typer.Option("--json", help="Print the reports as JSON.")] = False
     near_tie: Annotated[
-        float | None, typer.Option(help="Excuse tokens whose logprob is so near the best [default: 1e-4 of servers].")
+        float | None,
+        typer.Option(help="Accept another token whose logprob is this near the best [default: 1e-4 of servers]."),
     ] = None
     logprob_tolerance: Annotated[
         float | None, typer.Option(help="[default: 1e-4; of servers, logprobs are not compared]")
