@@ -133,16 +133,13 @@ class PagedRequests:
         window = self._kind.windows[layer]
         return self._groups.index(window), self._kind.windows[:layer].count(window)
 
-    def __call__(
-        self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None = None
-    ) -> Tensor:
+    def __call__(self, layer_id: int, rows: AttnRows) -> Tensor:
         region, index = self._place(layer_id)
-        rows = AttnRows(q, k, v, scale, sinks)
         batch, window = self.batches[region], self._kind.windows[layer_id]
         return self._backend.write_and_attend(self.kv[region], index, rows, batch, window)
 
     def write(self, layer_id: int, k: Tensor, v: Tensor) -> None:
-        self(layer_id, k, k, v, 1.0)
+        self(layer_id, AttnRows(k, k, v, 1.0))
 
     def bind(self, requests: np.ndarray, positions: np.ndarray, query_start: np.ndarray) -> PagedRequests:
         """As `drafters.base.Pages`."""

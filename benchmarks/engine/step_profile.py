@@ -106,8 +106,8 @@ def main(
         batch = AttnBatch(np.arange(0, requests * rows + 1, rows, dtype=np.int32), positions, table)
         ids, at = torch.zeros(requests * rows, dtype=torch.int64), torch.from_numpy(positions)
 
-        def attend_layer(layer: int, q: Any, k: Any, v: Any, scale: float, kv: Any = kv, batch: Any = batch) -> Any:
-            return attend(kv, layer, AttnRows(q, k, v, scale), batch, None)
+        def attend_layer(layer: int, rows: AttnRows, kv: Any = kv, batch: Any = batch) -> Any:
+            return attend(kv, layer, rows, batch, None)
 
         def forward(cache: Any, rows: int = rows, requests: int = requests, ids: Any = ids, at: Any = at) -> float:
             began = time.thread_time()
