@@ -9,8 +9,9 @@ import pytest
 import typer
 
 import baton.cli
+from baton.cli.options import EngineOptions, to_flags
 from baton.deployment.processes import _environment
-from baton.engine.config import SpeculativeConfig
+from baton.engine.config import SpeculativeConfig, declared_settings
 from baton.errors import ConfigError
 
 TOML = """
@@ -166,3 +167,23 @@ def test_short_flags_are_vllms() -> None:
     assert (found["tensor_parallel_size"], found["pipeline_parallel_size"], found["data_parallel_size"]) == (2, 4, 2)
     assert found["speculative_config"] == SpeculativeConfig("ngram")
     assert parsed("up", "some/model", "-tp", "2")["tensor_parallel_size"] == 2
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--kv-transfer-config", '{"prefix_store": "file:///mnt/k v%25&a?max_bytes=5", "handoff_timeout_s": 7}'],
+        ["--kv-transfer-config", '{"prefix_store": "file", "control_bind": "tcp://10.0.0.5:*"}', "--keys", "keys"],
+        ["--speculative-config", '{"method": "ngram", "prompt_lookup_min": 2, "num_speculative_tokens": "auto"}'],
+        ["--kv-events-config", '{"enable_kv_cache_events": true, "replay_endpoint": "tcp://127.0.0.1:*"}'],
+        ["--override-generation-config", '{"temperature": 0.6}', "--block-size", "16,draft=8", "--no-batch-invariant"],
+    ],
+    ids=lambda flags: flags[0] if flags else "defaults",
+)
+def test_engines_of_up_get_its_settings(flags: list[str]) -> None:
+    names = declared_settings(EngineOptions)
+    given = parsed("serve", "some/model", *flags)
+    options = EngineOptions(**{name: given[name] for name in names})
+    found = parsed("serve", "some/model", *to_flags(options))
+    assert {name: found[name] for name in names} == {name: given[name] for name in names}

@@ -19,7 +19,7 @@ import typer
 
 from baton.cli.flag_sources import Config
 from baton.cli.logs import LogFormat, LogLevel, log_to_stderr
-from baton.engine.config import EngineConfig, ServingSettings, StepSettings, declared_settings
+from baton.engine.config import EngineConfig, KVTransferConfig, ServingSettings, StepSettings, declared_settings
 from baton.errors import ConfigError
 from baton.openai.http.access import Access, ApiKeys
 from baton.openai.http.limits import WRITE_TIMEOUT_S, HttpLimits
@@ -102,6 +102,8 @@ def to_flags(settings: StepSettings) -> list[str]:
 
 
 def _flag_value(value: Any) -> str:
+    if isinstance(value, KVTransferConfig):
+        value = value.to_json()
     if isinstance(value, msgspec.Struct):
         value = {name: part for name, part in msgspec.structs.asdict(value).items() if part is not None}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from typing import Any
+from urllib.parse import urlencode
+
+import msgspec
 
 from baton.engine.config.values import refuse_unknown
 from baton.errors import ConfigError
@@ -38,6 +41,13 @@ class KVTransferConfig:
         given = {} if kv_transport is None else {"kv_transport": kv_transport}
         store = _store_options(data.get("prefix_store"))
         return cls(**{**data, "handoff_timeout_s": float(timeout), "prefix_store": store, **given})
+
+    def to_json(self) -> dict[str, Any]:
+        """What `parse` reads."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.prefix_store is not None:
+            values["prefix_store"] = f"file://?{urlencode(msgspec.structs.asdict(self.prefix_store))}"
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def _store_options(uri: str | None) -> StoreOptions | None:
