@@ -70,7 +70,9 @@ class Gate:
             except zmq.ZMQError:
                 return
             if ready is self._monitor:
-                self._refuse("a connection was refused: not the handshake of an engine that has the right key")
+                self._refuse(
+                    "a connection was refused: a port check, as of baton doctor, or an engine with another key"
+                )
             else:
                 self._answer(parts)
 
