@@ -118,7 +118,11 @@ class ServingSettings(StepSettings):
     served_model_name: Annotated[str | None, Setting("Name in the API; default: the directory's.", rule=_NAMED)] = None
     kv_transfer_config: Annotated[
         KVTransferConfig,
-        Setting('JSON: {"kv_transport": "shm", ...}.', parse=KVTransferConfig.parse, metavar="<str>"),
+        Setting(
+            'JSON: {"kv_transport", "control_bind", "handoff_timeout_s", "prefix_store"}.',
+            parse=KVTransferConfig.parse,
+            metavar="<str>",
+        ),
     ] = field(default_factory=KVTransferConfig)
     kv_events_config: Annotated[
         KVEventsConfig,
