@@ -7,6 +7,7 @@ import functools
 import importlib
 import importlib.util
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,16 @@ def test_commands_and_their_options_exist(text: str) -> None:
         given = {word.split("=")[0] for word in rest if re.fullmatch(r"--[a-z-]+(?:=.*)?", word)}
         if not hasattr(command, "commands"):
             assert given <= known, f"baton {command.name} has no {given - known}"
+
+
+def test_commands_are_accepted_with_their_values(text: str) -> None:
+    app: Any = typer.main.get_command(baton.cli.app)
+    lines = [line.removeprefix("$ ") for line in fences(text).splitlines()]
+    for words in (shlex.split(line, comments=True) for line in lines if line.startswith("baton ")):
+        command, rest = app, [word for word in words[1:] if word != "..."]
+        while hasattr(command, "commands") and rest[0] in command.commands:
+            command = command.commands[rest.pop(0)]
+        command.make_context(command.name, rest)
 
 
 def test_make_targets_exist(text: str) -> None:
