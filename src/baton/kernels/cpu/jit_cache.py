@@ -1,7 +1,7 @@
 """A disk cache for Numba functions that any change in their sources invalidates.
 
-Numba itself checks only the file of the compiled function, and raises for damaged files and full disks. Its index and
-its code are files that processes write without a lock: one that starts beside another could load old code.
+Numba itself checks only the function's own file, and raises for damaged files and full disks. Processes write its index
+and code without a lock: one could load old code.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ def compiled(function: Callable[..., Any], **options: Any) -> Any:
 def jit(function: F) -> F:
     """`numba.njit` without the GIL, with strict IEEE arithmetic and the disk cache."""
     return cast(F, compiled(function, nogil=True, error_model="numpy"))
+
+
+def jit_inline(function: F) -> F:
+    """Compiled within its one caller: LLVM optimises code anew for each level of calls."""
+    return cast(F, compiled(function, nogil=True, error_model="numpy", inline="always"))
 
 
 def jit_contract(function: F) -> F:

@@ -42,14 +42,14 @@ from baton.kernels.cpu.fused.fields import (
 )
 from baton.kernels.cpu.fused.rows import BF16, ELEMENT_BYTES, ROWS_AT_ONCE, number_at
 from baton.kernels.cpu.fused.stages import STAGE_BYTES, finish, take_piece
-from baton.kernels.cpu.jit_cache import jit
+from baton.kernels.cpu.jit_cache import jit_inline
 from baton.kernels.cpu.omp import float_of, pointer
 from baton.kernels.cpu.paged_attention import are_valid_slots, attend_pieces, page_of, write_row
 
 _ZERO = np.float32(0.0)
 
 
-@jit
+@jit_inline
 def _place(
     a: Any, layer: Any, index: int, kv: Any, positions: Any, query_start: Any, page_table: Any, stage: int
 ) -> None:
@@ -80,7 +80,7 @@ def _place(
     finish(stage, mine, total)
 
 
-@jit
+@jit_inline
 def attend(a: Any, layer: Any, place: Any, is_wanted: bool, stage: int) -> bool:
     """Two stages: `_place`, and attention if that `is_wanted`. Returns False for a slot or page that does not exist."""
     num_rows, num_requests, heads, kv_heads, size = a[NUM_ROWS], a[NUM_REQUESTS], a[HEADS], a[KV_HEADS], a[SIZE]

@@ -25,7 +25,7 @@ from baton.kernels.cpu.fused.products import BLOCK_BYTES, multiply, operand
 from baton.kernels.cpu.fused.rows import BF16, number_at
 from baton.kernels.cpu.fused.stages import STAGE_BYTES, finish, take_piece
 from baton.kernels.cpu.gemm.small_gemm import num_pieces, outputs_of
-from baton.kernels.cpu.jit_cache import jit
+from baton.kernels.cpu.jit_cache import jit, jit_inline
 from baton.kernels.cpu.omp import pointer
 from baton.kernels.cpu.scalar import to_f32
 
@@ -71,7 +71,7 @@ def _logit(order: float) -> Any:
     return np.float64(to_f32(np.uint16(bits if bits >= 0 else _SIGN - bits)))
 
 
-@jit
+@jit_inline
 def _noisiest(a: Any, n: int, noise_at: int, logits: Any, first: int) -> tuple[float, int, float]:
     """The greatest score, its number, and the second."""
     temperature = carray(pointer(a[TEMPERATURES], np.float64(0.0)), (n + 1,))[n]
@@ -87,7 +87,7 @@ def _noisiest(a: Any, n: int, noise_at: int, logits: Any, first: int) -> tuple[f
     return best, place, second
 
 
-@jit
+@jit_inline
 def head(a: Any, scratch: int, stage: int) -> None:
     """Two stages. Each piece of the logits keeps its best, and its second if margins are wanted."""
     num_rows, vocab, weight = a[NUM_SAMPLED], a[VOCAB], a[HEAD : HEAD + 3]
@@ -116,7 +116,7 @@ def head(a: Any, scratch: int, stage: int) -> None:
     finish(stage, mine, total)
 
 
-@jit
+@jit_inline
 def _margin(a: Any, n: int, bests: Any, best: int) -> None:
     num_rows, pieces = a[NUM_SAMPLED], len(bests)
     second = carray(pointer(a[BESTS] + 16 * num_rows * pieces, np.float64(0.0)), (num_rows, pieces))[n, best]
@@ -129,7 +129,7 @@ def _margin(a: Any, n: int, bests: Any, best: int) -> None:
     carray(pointer(a[MARGINS], np.float64(0.0)), (num_rows,))[n] = first - second
 
 
-@jit
+@jit_inline
 def choose(a: Any, stage: int) -> None:
     num_rows, pieces, mine = a[NUM_SAMPLED], num_pieces(a[VOCAB]), 0
     bests = carray(pointer(a[BESTS], np.float64(0.0)), (num_rows, pieces))

@@ -56,13 +56,12 @@ from baton.kernels.cpu.fused.fields import (
 from baton.kernels.cpu.fused.products import SCRATCH_BYTES, gate, project
 from baton.kernels.cpu.fused.rows import final_norms, join, norms, number_at
 from baton.kernels.cpu.fused.stages import STAGE_BYTES
-from baton.kernels.cpu.jit_cache import jit
+from baton.kernels.cpu.jit_cache import jit_inline
 from baton.kernels.cpu.omp import Kernel, pointer, take
 
 
-@jit
+@jit_inline
 def _layer(a: Any, number: int, layer: Any, scratch: int, is_last: bool) -> bool:
-    """Returns False for a slot or page that does not exist."""
     hidden, inner, columns = a[HIDDEN], a[INNER], a[HIDDEN]
     queries = a[HEADS] * a[SIZE]
     merged = queries + 2 * a[KV_HEADS] * a[SIZE]
@@ -86,7 +85,7 @@ def _layer(a: Any, number: int, layer: Any, scratch: int, is_last: bool) -> bool
     return True
 
 
-@jit
+@jit_inline
 def _pass(a: Any, thread: int) -> bool:
     """Returns False for a slot or page that does not exist."""
     num_layers, scratch = a[NUM_LAYERS], a[SCRATCH] + thread * a[NUM_ROWS] * SCRATCH_BYTES
