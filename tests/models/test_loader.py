@@ -142,6 +142,8 @@ def test_wrong_shape(path: Path) -> None:
         ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "yes"]),
         ({"torch_dtype": "int8"}, ["dtype", "int8"]),
         ({"rope_theta": 0}, ["rope_theta", "0"]),
+        ({"rope_theta": 1e308}, ["rope_theta", "float32"]),
+        ({"rms_norm_eps": 1e39}, ["rms_norm_eps", "float32"]),
         ({"rope_theta": 1e-300}, ["rope_theta is 1e-300, expected at least 1"]),
         # Making so many takes minutes.
         ({"num_hidden_layers": 4096}, ["num_hidden_layers is 4096, but the last stored layer is number 2"]),

@@ -113,6 +113,26 @@ def test_unknown_rope_types_are_refused_by_name(raw: dict[str, Any], words: list
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("section", "theta"),
+    [
+        ({"rope_type": "linear", "factor": 1e-300}, 1e4),
+        ({"rope_type": "llama3", "factor": 1e-308, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 1e4),
+        (YARN | {"factor": 1e-300}, 1e4),
+        (YARN, 1.0),
+        (YARN | {"beta_fast": -1.0}, 1e4),
+        (YARN | {"beta_slow": 1e308}, 1e4),
+        (YARN | {"attention_factor": 0.0}, 1e4),
+        (YARN | {"attention_factor": -1.0}, 1e4),
+        (YARN | {"mscale": -9.0, "mscale_all_dim": 1.0}, 1e4),
+        (YARN | {"factor": 22026.465794806718, "mscale": 1.0, "mscale_all_dim": -1.0}, 1e4),
+    ],
+)
+def test_a_table_without_numbers_is_refused_by_name(section: dict[str, Any], theta: float) -> None:
+    with pytest.raises(CheckpointError, match="rope_parameters"):
+        rotary({"rope_theta": theta, "rope_scaling": section}, 32)
+
+
 SHAPE = {
     "vocab_size": 8,
     "hidden_size": 128,

@@ -19,6 +19,7 @@ RawConfig = Mapping[str, Any]
 
 # Far above any model: a hostile file must not choose the sizes of loops and tensors.
 MAX_SIZE = 1 << 31
+_MAX_FLOAT = 2.0**127
 MAX_LAYERS = 4096
 
 # Fields that change any decoder's computation, with their only supported value.
@@ -119,9 +120,9 @@ def get_float(raw: RawConfig, name: str, default: float | None = None) -> float:
     value = raw.get(name)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MAX_FLOAT:
         problem = "is missing" if value is None else f"is {reprlib.repr(value)}"
-        raise CheckpointError(f"config.json: {name} {problem}, expected a positive number")
+        raise CheckpointError(f"config.json: {name} {problem}, expected a positive float32")
     return float(value)
 
 

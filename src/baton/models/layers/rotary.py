@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from baton.errors import CheckpointError
 from baton.kernels.cpu.elementwise import rotate_in_place
 from baton.kernels.cpu.scalar import supports
 from baton.models.config import RopeSpec
@@ -99,13 +100,26 @@ _KINDS: dict[str, Callable[[RopeSpec, int], Frequencies]] = {
 }
 
 
+def _computed(spec: RopeSpec, dim: int, max_position: int) -> Frequencies:
+    """Raises `CheckpointError`."""
+    try:
+        frequencies, factor = _KINDS[spec.kind](spec, dim)
+    except (ArithmeticError, ValueError):
+        frequencies, factor = torch.empty(0), math.nan
+    if not (0 < factor < math.inf and (frequencies * max_position).isfinite().all()):
+        given = {"rope_theta": spec.theta, **spec.params}
+        raise CheckpointError(f"config.json: rope_parameters: {spec.kind!r} cannot be computed from {given}")
+    return frequencies, factor
+
+
 class Rotary:
     """cos/sin tables of R dimensions, grown on demand and shared by layers."""
 
     def __init__(
         self, spec: RopeSpec, rotary_dim: int, max_position: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        frequencies, self._factor = _KINDS[spec.kind](spec, rotary_dim)
+        """Raises `CheckpointError`."""
+        frequencies, self._factor = _computed(spec, rotary_dim, max_position)
         self._frequencies = frequencies.numpy().astype(np.float32)
         self._max_position, self._dtype, self._device = max_position, dtype, device
         self._cos = self._sin = torch.empty(0, len(self._frequencies), dtype=dtype, device=device)
