@@ -5,10 +5,12 @@ event loop.
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import json
 import threading
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import aiohttp
@@ -117,6 +119,41 @@ async def test_bodies_of_clients_that_left_are_not_kept() -> None:
     assert one._workers._work_queue.qsize() == 0
     go_on.set()
     assert await asyncio.wait_for(later, 20) == "plan"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("completions", {"prompt": "a" * 100_000}),
+        ("completions", {"prompt": "a", "logit_bias": {str(i): 1 for i in range(2000)}}),
+        ("chat/completions", {"messages": [{"role": "nobody"}] * 1000}),
+        ("responses", {"input": "a" * 100_000}),
+        ("messages", {"max_tokens": 1, "messages": [{"role": "user", "content": "a" * 100_000}]}),
+        ("../tokenize", {"prompt": "a" * 100_000}),
+        ("../detokenize", {"tokens": [1 << 30] * 3000}),
+    ],
+)
+async def test_a_refused_body_is_freed_without_the_garbage_collector(
+    directory: Path, session: aiohttp.ClientSession, path: str, body: dict[str, Any]
+) -> None:
+    """A traceback holds the frames with the body, and a router collects only after thousands of objects."""
+
+    def kept() -> list[str]:
+        tracebacks = [one for one in gc.get_objects() if isinstance(one, TracebackType)]
+        return [name for one in tracebacks if "/openai/" in (name := one.tb_frame.f_code.co_filename)]
+
+    async with served(build_app(FakeEngine(directory), Tokenizer.load(directory))) as url:
+        gc.collect()
+        gc.disable()
+        try:
+            assert (await post(session, url, path, body))[0] == 400
+            for _ in range(200):  # the worker's thread may hold it for a moment
+                if not kept():
+                    break
+                await asyncio.sleep(0.01)
+            assert kept() == []
+        finally:
+            gc.enable()
 
 
 async def test_requests_beyond_the_bounds_reach_no_engine(directory: Path, session: aiohttp.ClientSession) -> None:

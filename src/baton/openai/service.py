@@ -93,10 +93,14 @@ class OpenAIService:
             return read(body, model, *more)
         # Wait here, not in the pool's queue, so that the body of a disconnected client is dropped.
         await self._free_workers.acquire()
+        return await self._submit(read, body, model, *more)
+
+    def _submit(self, read: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
+        """A future in the frames of its own refusal would keep the body."""
         loop = asyncio.get_running_loop()
-        work = self._workers.submit(contextvars.copy_context().run, read, body, model, *more)
+        work = self._workers.submit(contextvars.copy_context().run, read, *arguments)
         work.add_done_callback(lambda _: _call_on(loop, self._free_workers.release))
-        return await asyncio.wrap_future(work)
+        return asyncio.wrap_future(work)
 
     def begin(self, plan: Plan) -> list[ChoiceOutput]:
         """Raises `RequestError`."""
