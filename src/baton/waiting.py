@@ -14,25 +14,31 @@ from baton.errors import OverloadedError
 MAX_QUEUED_REQUESTS = 1024
 
 
-# First tokens to estimate from, and the bounds of the estimate, in seconds.
+# First tokens to estimate from, and bounds in seconds.
 _LAST = 32
 _MIN_RETRY_S, _MAX_RETRY_S = 1, 60
 
 
 class QueueSpeed:
-    """How fast a queue moves, from the times when its last requests were served."""
+    """How fast a queue moves while it is not empty."""
 
     def __init__(self) -> None:
         self._served: deque[float] = deque(maxlen=_LAST)
+        self._idle_s = 0.0
+
+    def resume(self, now: float) -> None:
+        """The queue was empty."""
+        if self._served:
+            self._idle_s = now - self._served[-1]
 
     def note(self, now: float) -> None:
-        self._served.append(now)
+        self._served.append(now - self._idle_s)
 
     def seconds_for(self, num: int, now: float) -> int:
         """How long `num` requests will take, 1 to 60 seconds."""
         if len(self._served) < 2:
             return _MIN_RETRY_S
-        each = (now - self._served[0]) / (len(self._served) - 1)
+        each = (now - self._idle_s - self._served[0]) / (len(self._served) - 1)
         return max(_MIN_RETRY_S, min(_MAX_RETRY_S, math.ceil(each * num)))
 
 
@@ -61,6 +67,11 @@ class AdmissionLimit:
             self.check(num)
         return _Waiting(self, num)
 
+    def enter(self, num: int) -> None:
+        if not self.num_waiting:
+            self._speed.resume(self._clock())
+        self.num_waiting += num
+
     def served(self) -> None:
         self.num_waiting -= 1
         self._speed.note(self._clock())
@@ -73,7 +84,7 @@ class _Waiting:
         self._limit, self._left = limit, num
 
     def __enter__(self) -> Callable[[], None]:
-        self._limit.num_waiting += self._left
+        self._limit.enter(self._left)
         return self._served
 
     def _served(self) -> None:

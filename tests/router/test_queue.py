@@ -127,3 +127,11 @@ def test_when_to_try_again_follows_from_the_queue() -> None:
         assert refused.value.retry_after_s == 43
         now[0] += 1000.0
         assert queue.retry_after_s() == 60
+        for _ in range(16):
+            served()
+        now[0] += 3600.0
+        stack.enter_context(queue.waiting(1))
+        served()
+        now[0] += 3600.0
+        stack.enter_context(queue.waiting(1))
+        assert queue.retry_after_s() < 60, "an hour in which nobody waited"

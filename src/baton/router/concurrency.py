@@ -62,7 +62,7 @@ class ConcurrencyLimit:
         now = asyncio.get_running_loop().time
         if not (self._has_room() and self._queue.start(standing, now())):
             mine = asyncio.Event()
-            self._queue.push(mine, standing)
+            self._queue.push(mine, standing, now())
             if not self._may_run(mine):
                 await self._wait_turn(mine, standing.tenant)
             self._queue.take(now())

@@ -39,7 +39,7 @@ def test_the_best_class_and_then_the_earliest_deadline_of_a_tenant_runs(steps: l
     waiting: dict[int, Standing] = {}
     for number, step in enumerate(steps):
         if isinstance(step, Standing):
-            queue.push(number, step)
+            queue.push(number, step, 0.0)
             waiting[number] = step
         elif step == "leave" and waiting:
             queue.remove(left := min(waiting))
@@ -71,7 +71,7 @@ def test_tenants_that_always_wait_share_tokens_by_their_weights(
         number = len(owners)
         prompt, output = sizes[number % len(sizes)]
         owners[number] = name, prompt, output
-        queue.push(number, Standing(name, 0, 0.0, prompt))
+        queue.push(number, Standing(name, 0, 0.0, prompt), 0.0)
 
     for name in [*weights, *weights]:  # one is always left to wait
         ask(name)
@@ -90,11 +90,11 @@ def test_tenants_that_always_wait_share_tokens_by_their_weights(
 def test_a_tenant_that_was_away_gets_no_credit() -> None:
     queue: FairQueue[str] = FairQueue({})
     for number in range(50):
-        queue.push(f"a{number}", Standing("a", 0, 0.0, 10))
+        queue.push(f"a{number}", Standing("a", 0, 0.0, 10), 0.0)
     for _ in range(20):
         queue.take(0.0)
     for number in range(50):
-        queue.push(f"b{number}", Standing("b", 0, 0.0, 10))
+        queue.push(f"b{number}", Standing("b", 0, 0.0, 10), 0.0)
     taken = [queue.take(0.0) for _ in range(10)]
     assert Counter(str(name)[0] for name in taken) == {"a": 5, "b": 5}
 
@@ -111,22 +111,22 @@ def test_what_starts_at_once_counts_as_if_it_had_waited(steps: list[Standing | s
                 at_once.end(step)
                 waited.end(step)
             continue
-        waited.push(number, step)
+        waited.push(number, step, 0.0)
         begun = waited.take(0.0) is not None
         assert at_once.start(step, 0.0) == begun
         running[step.tenant] += begun
         if not begun:
             waited.remove(number)
     assert list(at_once.counts()) == list(waited.counts())
-    at_once.push(0, Standing("b"))
+    at_once.push(0, Standing("b"), 0.0)
     assert not at_once.start(Standing("c"), 0.0), "another waits"
 
 
 def test_a_tenant_at_its_limit_lets_others_run_and_is_told_when_to_come_again() -> None:
     queue: FairQueue[int] = FairQueue({"a": Tenant(max_running=1, max_queued=2), ANY: Tenant(priority=3)})
     for number in range(4):
-        queue.push(number, Standing("a"))
-    queue.push(9, Standing("b", 3))
+        queue.push(number, Standing("a"), 0.0)
+    queue.push(9, Standing("b", 3), 0.0)
     assert [queue.take(float(now)) for now in range(3)] == [0, 9, None]
     queue.check("b", 0.0)
     with pytest.raises(OverloadedError, match="2 requests of this tenant wait already"):
@@ -137,20 +137,24 @@ def test_a_tenant_at_its_limit_lets_others_run_and_is_told_when_to_come_again() 
     assert queue.take(10.0) is not None
     queue.end("a")
     assert queue.take(20.0) is not None
-    queue.push(4, Standing("a"))
-    queue.push(5, Standing("a"))
-    queue.push(6, Standing("a"))
+    queue.push(4, Standing("a"), 1000.0)
+    queue.push(5, Standing("a"), 1000.0)
+    queue.push(6, Standing("a"), 1000.0)
     with pytest.raises(OverloadedError) as refused:
-        queue.check("a", 20.0)
-    assert refused.value.retry_after_s == 30, "one in ten seconds, and three wait"
+        queue.check("a", 1000.0)
+    assert refused.value.retry_after_s == 30, "while it waited, one in ten seconds ran"
 
 
 def test_names_that_come_and_go_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     queue: FairQueue[int] = FairQueue({})
     for number in range(3000):
-        queue.push(number, Standing(f"t{number}"))
+        queue.push(number, Standing(f"t{number}"), 0.0)
         assert queue.take(0.0) == number
         queue.end(f"t{number}")
+    assert len(vars(queue)["_states"]) == 1024
+    for number in range(3000):
+        queue.push(number, Standing(f"u{number}"), 0.0)
+        queue.remove(number)
     assert len(vars(queue)["_states"]) == 1024
 
 

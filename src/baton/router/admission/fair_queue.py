@@ -57,12 +57,13 @@ class FairQueue(Generic[T]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def push(self, item: T, standing: Standing) -> None:
+    def push(self, item: T, standing: Standing, now: float) -> None:
         """A tenant gets no credit for the time when it did not wait."""
         state = self._state(standing.tenant)
         if not state.waiting:
             others = [other.served for other in self._states.values() if other.waiting]
             state.served = max(state.served, min(others, default=self._level))
+            state.speed.resume(now)
         self._num_pushed += 1
         entry = (standing.priority, standing.deadline, self._num_pushed, item)
         insort(state.waiting, entry, key=lambda entry: entry[:3])
@@ -76,6 +77,7 @@ class FairQueue(Generic[T]):
         if not state.has_room:
             return False
         state.served = max(state.served, self._level)
+        state.speed.resume(now)
         self._begin(state, standing.prompt_tokens, now)
         return True
 
@@ -111,6 +113,7 @@ class FairQueue(Generic[T]):
         """Remove an item that still waits."""
         standing, entry = self._entries.pop(item)
         self._states[standing.tenant].waiting.remove(entry)
+        self._forget()
 
     def charge(self, name: str, num_tokens: int) -> None:
         self._state(name).charge(num_tokens)
@@ -118,6 +121,9 @@ class FairQueue(Generic[T]):
     def end(self, name: str) -> None:
         """A running item of this tenant has ended."""
         self._states[name].num_running -= 1
+        self._forget()
+
+    def _forget(self) -> None:
         if len(self._states) <= _REMEMBERED:
             return
         idle = [other for other, state in self._states.items() if not (state.waiting or state.num_running)]
