@@ -116,6 +116,7 @@ def test_up_starts_a_killed_engine_again(directory: str) -> None:
         for pid in children:
             os.kill(pid, signal.SIGKILL)
         for line in up.stderr:
+            assert "has ended: " not in line or "-0 has ended: it was killed (SIGKILL); it is" in line
             if "is started again\n" in line:
                 engines.pop(line.split()[3])
             if not engines:

@@ -19,7 +19,7 @@ _CALM_S = 300.0
 
 class Processes(Protocol):
     def ended(self) -> dict[str, str]:
-        """Each ended child's last log line."""
+        """Why each child ended."""
         ...
 
     def ended_cleanly(self, name: str) -> bool: ...

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -278,7 +279,7 @@ class Deployment:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.process.wait(2.0)
             if child.refusal is not None:
-                # Only the child can check this setting; another start would not help.
+                # Another start would not help.
                 raise self.named(child.role, child.refusal)
             if child.process.returncode == CONFIG_STATUS:
                 raise ConfigError(child.name, f"did not start: {_last_line(child)}")
@@ -294,4 +295,6 @@ def rank_ids(engine_id: str, data_ranks: int) -> list[str]:
 
 
 def _last_line(child: Child) -> str:
+    if child.process.returncode == -signal.SIGKILL:
+        return "it was killed (SIGKILL)"
     return child.log.last_words() or f"it ended with status {child.process.returncode}"
