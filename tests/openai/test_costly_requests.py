@@ -177,14 +177,16 @@ async def test_requests_beyond_the_bounds_reach_no_engine(directory: Path, sessi
 async def test_a_body_of_values_without_end_is_refused_before_it_is_decoded(
     directory: Path, session: aiohttp.ClientSession, path: str
 ) -> None:
-    """16 MiB of empty lists in a field of any type would block the interpreter for seconds."""
+    """16 MiB of empty lists or of fields in a field of any type would block the interpreter for seconds."""
     lists = b"[" + b"[]," * 400_000 + b"1]"
-    body = b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": %b}}' % lists
+    fields = b"{%b}" % b",".join(b'"%d" : 1' % i for i in range(400_000))
+    head = b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": '
     async with served(build_app(FakeEngine(directory), Tokenizer.load(directory))) as url:
-        async with session.post(url + path, data=io.BytesIO(body)) as response:
-            assert response.status == 400
-            assert "arrays and objects" in (await response.json())["error"]["message"]
-        text = {"prompt": "[" * 200_000, "max_tokens": 1}
+        for values in (lists, fields):
+            async with session.post(url + path, data=io.BytesIO(head + b'{"a": %b}}' % values)) as response:
+                assert response.status == 400
+                assert "arrays and objects" in (await response.json())["error"]["message"]
+        text = {"prompt": "[:" * 200_000, "max_tokens": 1}
         status, answer = await post(session, url, "completions", text)
         assert status == 400
         assert "arrays" not in answer["error"]["message"], "a text may hold as many"

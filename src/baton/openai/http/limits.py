@@ -16,13 +16,13 @@ WRITE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """Times are in seconds, sizes in bytes.
+    """In seconds and bytes.
 
     - `head_s`: from the first byte of a request to the end of its head. `body_s`: for its body.
     - `write_s`: for the client to read what is ready of its response.
     - `keep_alive_s`: between two requests; longer than clients keep connections.
     - `bodies_bytes`: all bodies that are being read or decoded.
-    - `body_brackets`: brackets in one body, strings included: msgspec holds the GIL while it decodes untyped arrays
+    - `body_brackets`: brackets in one body, and colons, strings included: msgspec holds the GIL while it decodes arrays
       and objects.
     - `stream_bytes`: unread bytes of one stream. `unread_bytes`: of all clients.
     """
@@ -92,9 +92,9 @@ class _Reading:
             raise web.HTTPRequestTimeout from None
         except web.RequestPayloadError:
             raise RequestError("the request body is not what Transfer-Encoding says") from None
-        whole = bytes(body)
-        if len(whole) > limits.body_brackets and whole.count(b"[") + whole.count(b"{") > limits.body_brackets:
-            raise RequestError(f"the request body has more than {limits.body_brackets} arrays and objects")
+        whole, most = bytes(body), limits.body_brackets
+        if len(whole) > most and max(whole.count(b"[") + whole.count(b"{"), whole.count(b":")) > most:
+            raise RequestError(f"the request body has more than {most} arrays and objects, or fields")
         return whole
 
     def _add(self, body: bytearray, part: bytes) -> None:
