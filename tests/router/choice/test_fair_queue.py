@@ -176,7 +176,10 @@ def test_a_bad_tenant_is_refused_by_name(tenant: str, text: str) -> None:
     ("header", "value", "text"),
     [
         ("X-Priority", "soon", "must be a number"),
+        ("X-Priority", "1_0", "must be a number"),
+        ("X-Priority", "\u0663", "must be a number"),
         ("X-Priority", "1.5", "must be an integer"),
+        ("X-Priority", "-2147483648", "must be an integer above -2147483648 and below 2147483648"),
         ("x-slo-ttft-ms", "0", "must be above 0"),
         ("x-slo-ttft-ms", "nan", "must be a number"),
     ],

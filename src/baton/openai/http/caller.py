@@ -78,7 +78,8 @@ def note_standing(caller: Caller, headers: _Headers) -> None:
         what = f"must be above 0 and at most {MAX_WAITED_S:g}, got {within_ms:g}"
         raise RequestError(f"the header {TTFT_SLO_MS} {what}", TTFT_SLO_MS)
     if priority is not None and not (priority.is_integer() and abs(priority) < MAX_PRIORITY):
-        raise RequestError(f"the header {PRIORITY} must be an integer, got {priority:g}", PRIORITY)
+        what = f"must be an integer above -{MAX_PRIORITY} and below {MAX_PRIORITY}, got {priority:g}"
+        raise RequestError(f"the header {PRIORITY} {what}", PRIORITY)
     caller.claimed = next((found for name in TENANT if (found := headers.get(name, ""))), "")[:_MAX_ID_CHARS]
     caller.priority = None if priority is None else int(priority)
     caller.ttft_slo_s = None if within_ms is None else within_ms / 1000.0
@@ -95,7 +96,7 @@ def asked_standing(field: int | None) -> tuple[int, float | None]:
 def _number(headers: _Headers, name: str) -> float | None:
     text = headers.get(name, "")
     try:
-        value = float(text) if text else None
+        value = None if not text else float(text) if text.isascii() and "_" not in text else math.nan  # 1_0 is none
     except ValueError:
         value = math.nan
     if value is not None and not math.isfinite(value):
