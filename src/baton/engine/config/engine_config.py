@@ -50,8 +50,11 @@ class EngineConfig(ServingSettings):
         self._need(self.role in get_args(Role), "role", "both, prefill or decode")
         named = re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.engine_id) is not None
         self._need(named, "engine_id", "1-64 of A-Z a-z 0-9 _ . -")
-        if not _is_utf8(self.served_model_name or Path(self.model).name):
+        name = self.served_model_name or Path(self.model).name
+        if not _is_utf8(name):
             raise ConfigError("served_model_name", "is not UTF-8 in this locale: set LC_ALL=C.UTF-8, or give another")
+        if not name.isprintable():
+            raise ConfigError("served_model_name", f"{name!r} is not printable: give another")
         self._check_ranks()
         spec = self.speculative_config
         if spec is not None and spec.num_speculative_tokens == 0 and self.role != "prefill":
