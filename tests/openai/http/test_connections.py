@@ -245,10 +245,20 @@ async def test_bodies_share_a_bound(directory: Path, session: aiohttp.ClientSess
     async with served(app) as url:
         many = [await Raw.open(url, POST % 900_000 + b" " * 300_000) for _ in range(3)]
         await until(lambda: app[BODIES].num_bytes == 900_000)
-        async with session.post(f"{url}/v1/completions", data=b" " * 200_000) as response:
-            assert response.status == 429
+        fits = {"prompt": "a", "max_tokens": 3, "user": "u" * 200_000}
+        async with session.post(f"{url}/v1/completions", json=fits) as response:
+            assert response.status == 200, "a client that stalls keeps nobody out"
+        assert app[BODIES].num_bytes == 600_000
+        answers = [asyncio.create_task(raw.reader.read()) for raw in many]
+        pushed_out, _ = await asyncio.wait(answers, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        assert [b" 429 " in one.result() and b"Retry-After" in one.result() for one in pushed_out] == [True]
+        for one in answers:
+            one.cancel()
+        async with session.post(f"{url}/v1/completions", data=b" " * 950_000) as response:
+            assert response.status == 429, "now it is the largest"
             assert int(response.headers["Retry-After"]) >= 1
             assert (await response.json())["error"]["code"] == "overloaded"
+        assert app[BODIES].num_bytes == 600_000
         for raw in many:
             raw.writer.close()
         await until(lambda: app[BODIES].num_bytes == 0)

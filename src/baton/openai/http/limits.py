@@ -40,11 +40,12 @@ class HttpLimits:
 
 
 class Bodies:
-    """Reads request bodies, and counts the bytes in memory."""
+    """Reads request bodies, counting bytes."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self._limits = limits
         self.num_bytes = 0
+        self.arriving: set[_Reading] = set()
 
     def read(self, request: web.Request) -> AbstractAsyncContextManager[bytes]:
         """The body counts until the context ends.
@@ -57,11 +58,12 @@ class Bodies:
 
 
 class _Reading:
-    __slots__ = ("_bodies", "_limits", "_request", "_size")
+    __slots__ = ("_bodies", "_limits", "_pushed_out", "_request", "_size", "_task")
 
     def __init__(self, bodies: Bodies, limits: HttpLimits, request: web.Request) -> None:
         self._bodies, self._limits, self._request = bodies, limits, request
-        self._size = 0
+        self._size, self._pushed_out = 0, False
+        self._task: asyncio.Task[object] | None = None
 
     async def __aenter__(self) -> bytes:
         try:
@@ -82,16 +84,24 @@ class _Reading:
         body = bytearray()
         try:
             content = request.content
-            if content.is_eof():  # it came with the head
+            if content.is_eof():  # came with the head
                 self._add(body, content.read_nowait())
             else:
+                self._task = asyncio.current_task()
+                self._bodies.arriving.add(self)
                 async with timeout(limits.body_s):
                     async for part in content.iter_any():
                         self._add(body, part)
         except asyncio.TimeoutError:
             raise web.HTTPRequestTimeout from None
+        except asyncio.CancelledError:
+            if self._pushed_out:
+                raise _too_many() from None
+            raise
         except web.RequestPayloadError:
             raise RequestError("the request body is not what Transfer-Encoding says") from None
+        finally:
+            self._bodies.arriving.discard(self)
         whole, most = bytes(body), limits.body_brackets
         if len(whole) > most and max(whole.count(b"[") + whole.count(b"{"), whole.count(b":")) > most:
             raise RequestError(f"the request body has more than {most} arrays and objects, or fields")
@@ -102,10 +112,25 @@ class _Reading:
         self._bodies.num_bytes += len(part)
         if self._size > self._limits.body_bytes:
             raise web.HTTPRequestEntityTooLarge(self._limits.body_bytes, self._size)
-        if self._bodies.num_bytes > self._limits.bodies_bytes:
-            raise OverloadedError("too many long requests at once")
+        while self._bodies.num_bytes > self._limits.bodies_bytes:
+            # Whoever stalls keeps nobody out.
+            largest = max(self._bodies.arriving, key=lambda one: one._size, default=self)
+            if largest._size <= self._size:
+                raise _too_many()
+            largest._push_out()
         body.extend(part)
+
+    def _push_out(self) -> None:
+        assert self._task is not None
+        self._pushed_out = True
+        self._task.cancel()
+        self._bodies.arriving.discard(self)
+        self._forget()
 
     def _forget(self) -> None:
         self._bodies.num_bytes -= self._size
         self._size = 0
+
+
+def _too_many() -> OverloadedError:
+    return OverloadedError("too many long requests at once")
