@@ -48,8 +48,9 @@ def test_each_page_that_holds_a_byte_is_moved_once() -> None:
         calls.append((address, size, what))
         return -1 if address == 0 else 0
 
-    assert collapse([0, 1, 3, 4, 5], 10, advise) == 3, "one call has failed"
-    assert calls == [(start, size, what) for what in (14, 25) for start, size in ((0, 20), (30, 30))]
+    assert collapse([0, 1, 3, 4, 5], 10, advise) == 4, "the first page cannot be moved"
+    runs, halves = [(0, 20), (30, 30)], [(0, 20), (0, 10), (10, 10), (30, 30)]
+    assert calls == [*((*run, 14) for run in runs), *((*run, 25) for run in halves)]
 
 
 def test_calls_are_for_few_pages() -> None:

@@ -61,15 +61,17 @@ def pages_of(ranges: Iterable[tuple[int, int]], size: int) -> list[int]:
 
 
 def collapse(pages: Sequence[int], size: int, advise: Advise, clock: Callable[[], float] = time.thread_time) -> int:
-    """How many were moved, by calls without failures."""
+    """How many were moved. A run that fails is halved: its edge may be outside of the memory."""
     started, num_moved, runs = clock(), 0, runs_of(pages)
     for first, count in runs:
         advise(first * size, count * size, _MADV_HUGEPAGE)
-    for first, count in runs:
-        if clock() - started > _MOST_S:
-            break
+    runs.reverse()
+    while runs and clock() - started <= _MOST_S:
+        first, count = runs.pop()
         if advise(first * size, count * size, _MADV_COLLAPSE) == 0:
             num_moved += count
+        elif half := count // 2:
+            runs += [(first + half, count - half), (first, half)]
     return num_moved
 
 
