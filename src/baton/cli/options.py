@@ -103,12 +103,14 @@ def to_flags(settings: StepSettings) -> list[str]:
 
 def _flag_value(value: Any) -> str:
     if isinstance(value, KVTransferConfig):
-        value = value.to_json()
-    if isinstance(value, msgspec.Struct):
-        value = {name: part for name, part in msgspec.structs.asdict(value).items() if part is not None}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {name: part for name, part in dataclasses.asdict(value).items() if part is not None}
-    return json.dumps(value) if isinstance(value, dict) else str(value)
+        parts = value.to_json()
+    elif isinstance(value, msgspec.Struct):
+        parts = msgspec.structs.asdict(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = dataclasses.asdict(value)
+    else:
+        return json.dumps(value) if isinstance(value, dict) else str(value)
+    return json.dumps({name: part for name, part in parts.items() if part is not None})
 
 
 @dataclass(frozen=True, slots=True)

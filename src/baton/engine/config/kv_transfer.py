@@ -43,11 +43,11 @@ class KVTransferConfig:
         return cls(**{**data, "handoff_timeout_s": float(timeout), "prefix_store": store, **given})
 
     def to_json(self) -> dict[str, Any]:
-        """What `parse` reads."""
+        """Fields that `parse` reads."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.prefix_store is not None:
             values["prefix_store"] = f"file://?{urlencode(msgspec.structs.asdict(self.prefix_store))}"
-        return {name: value for name, value in values.items() if value is not None}
+        return values
 
 
 def _store_options(uri: str | None) -> StoreOptions | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -95,11 +96,13 @@ def asked_standing(field: int | None) -> tuple[int, float | None]:
 
 def _number(headers: _Headers, name: str) -> float | None:
     text = headers.get(name, "")
-    try:
-        value = None if not text else float(text) if text.isascii() and "_" not in text else math.nan  # 1_0 is none
-    except ValueError:
-        value = math.nan
-    if value is not None and not math.isfinite(value):
+    if not text:
+        return None
+    value = math.nan
+    if text.isascii() and "_" not in text:  # 1_0 is none
+        with contextlib.suppress(ValueError):
+            value = float(text)
+    if not math.isfinite(value):
         raise RequestError(f"the header {name} must be a number, got {text[:_MAX_ID_CHARS]!r}", name)
     return value
 
