@@ -6,7 +6,8 @@ Every value that is read must be right, and every page that is written must belo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -26,6 +27,7 @@ _RIGHT_GUESS = 0.7
 _BREAKS = 0.4
 Half = Literal["target", "drafter"]
 _Entry = tuple[GroupMemory, list[int], int, int]  # memory, block table, entry, state to write
+_Row = list[_Entry]  # of all groups
 
 
 class StepFailed(Exception):
@@ -88,7 +90,7 @@ class CellExecutor:
         self._world.progress()
         tables = {name: table.tolist() for name, table in rows.tables.items()}
         states: list[int] = []
-        entries: list[_Entry] = []
+        written_rows: list[_Row] = [[] for _ in ids]
         for index, (first, one) in enumerate(self._last.items()):
             own = ids[first : ends[index + 1]]
             after = extend(one.story.before(one.start), own)
@@ -96,13 +98,16 @@ class CellExecutor:
             for memory in self._target:
                 table = tables[memory.model.name][index]
                 self._check(one, memory, table, one.start)
-                for entry, state in enumerate(after, one.start):
-                    entries.append((memory, self._own(memory, table, entry), entry, state))
+                for row, state in enumerate(after):
+                    entry = one.start + row
+                    written_rows[first + row].append((memory, self._own(memory, table, entry), entry, state))
         if written is None:
-            for memory, table, entry, state in entries:
+            for memory, table, entry, state in itertools.chain.from_iterable(written_rows):
                 memory.put(table, entry, state)
+        elif written.at_once:
+            self._write_by_layer(written_rows, self._failing_part(), written)
         else:
-            self._write_by_layer(entries, written)
+            self._write_by_rows(written_rows, written)
         for memory in self._states:
             slots = rows.states[memory.model.name]
             for one, slot in zip(self._last.values(), slots.read.tolist(), strict=True):
@@ -116,24 +121,38 @@ class CellExecutor:
         nothing = np.zeros((0, 0), dtype=np.float32)
         return StepResult(choices, nothing, nothing)
 
-    def _write_by_layer(self, entries: list[_Entry], written: Written) -> None:
-        """Write layer by layer while time passes. The first tensor rank reports a layer as soon as it has written it,
-        and the others write it a little later; the first does not continue before they have.
-        """
-        parts = sorted(
+    def _write_by_rows(self, rows: list[_Row], written: Written) -> None:
+        """Write a block of rows in all layers, report it, then write the other rows."""
+        cut, fails_at = len(rows) // 2, self._failing_part()
+        last_fails = fails_at is not None and self._world.random.random() < _BREAKS
+        self._write_by_layer(rows[:cut], None if last_fails else fails_at, lambda layer: None)
+        if cut:
+            written.tell_rows(cut)
+        self._write_by_layer(rows[cut:], fails_at, written)
+
+    def _failing_part(self) -> int | None:
+        return self._world.random.randrange(len(self._parts())) if self.broken else None
+
+    def _parts(self) -> list[tuple[int, int, str]]:
+        return sorted(
             (layer, rank, memory.model.name)
             for memory in self._target
             for rank, part in memory.ranks.items()
             for layer in part.spec.layer_ids
         )
-        fails_at = self._world.random.randrange(len(parts)) if self.broken else None
+
+    def _write_by_layer(self, rows: list[_Row], fails_at: int | None, tell: Callable[[int], None]) -> None:
+        """Write layer by layer while time passes. The first tensor rank reports a layer as soon as it has written it,
+        and the others write it a little later; the first does not continue before they have.
+        """
+        parts = self._parts()
         for number, (layer, rank, name) in enumerate(parts):
-            for memory, table, entry, state in entries:
+            for memory, table, entry, state in itertools.chain.from_iterable(rows):
                 if memory.model.name == name:
                     index, token = divmod(entry, memory.page_size)
                     memory.ranks[rank].put(table[index], token, state + self.broken, layer)
             if rank == 0:
-                written(layer)
+                tell(layer)
             self._engine.process.compute(1 / len(parts))
             if number == fails_at:
                 self.broken = False

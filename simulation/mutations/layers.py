@@ -18,6 +18,14 @@ def _layer_not_written() -> list[Patch]:
     return around_method(LayerStream, "_written", around)
 
 
+@mutation("rows are final when all their layers are written")
+def _rows_not_written() -> list[Patch]:
+    def around(self: LayerStream, rows_written: Any, num_rows: int) -> None:
+        rows_written(num_rows + 1)
+
+    return around_method(LayerStream, "_rows_written", around)
+
+
 @mutation("a layer is final when all tensor ranks have written it")
 def _layer_of_one_rank() -> list[Patch]:
     original = LayerStream.__init__

@@ -124,25 +124,27 @@ def test_blocks_of_rows_have_the_bits_of_layers_one_by_one(
     layers, fused, cache, x, rotary = prepared(KINDS[kind], WIDE, LONG_BATCHES[batch])
     other, num_rows = copy.deepcopy(cache), len(x)
     cos, sin = rotary.at(torch.from_numpy(cache.positions))
-    expected = []
+    expected, after = [], {}
     for start in range(0, num_rows, MAX_ROWS):
         rows = slice(start, start + MAX_ROWS)
         expected.append(one_by_one(layers, x[rows], (cos[rows], sin[rows]), rows_of(other, rows)))
+        after[min(rows.stop, num_rows)] = copy.deepcopy(other)
     regions = fused.regions(num_rows, cache)  # type: ignore[arg-type]
     assert regions is not None
     kept, out = {1: torch.empty_like(x)}, x.clone()
-    told: list[range] = []
+    told: list[tuple[range, int]] = []
     written: list[list[bool]] = []
 
-    def wrote(some: range) -> None:
-        told.append(some)
-        written.append([has_same_kv(cache, other, layer) for layer in range(len(layers))])
+    def wrote(some: range, rows: int) -> None:
+        told.append((some, rows))
+        written.append([has_same_kv(cache, after[rows], layer) for layer in range(len(layers))])
 
     fused.run(out, [rotary], dataclasses.replace(regions, wrote=wrote), kept, block_rows)
-    last = len(layers) - 1
-    assert told == [range(last), range(last, last + 1)]
+    last, blocks = len(layers) - 1, range(block_rows, num_rows, block_rows)
+    whole = [(range(last), num_rows), (range(last, last + 1), num_rows)]
+    assert told == [*((range(last + 1), rows) for rows in blocks), *whole]
     # The last layer of the last rows is still missing at first.
-    assert written == [[True] * last + [False], [True] * (last + 1)]
+    assert written == [*([True] * (last + 1) for _ in blocks), [True] * last + [False], [True] * (last + 1)]
     assert torch.equal(out, torch.cat([seen[-1] for seen in expected]))
     assert torch.equal(kept[1], torch.cat([seen[1] for seen in expected]))
     assert_same_kv(cache, other)
@@ -151,10 +153,10 @@ def test_blocks_of_rows_have_the_bits_of_layers_one_by_one(
 @torch.inference_mode()
 def test_one_layer_is_reported_once() -> None:
     _, fused, cache, x, rotary = prepared(LayerKind(usual_quantization(), windows=(None,)), HIDDEN, [(0, 5)])
-    regions, told = fused.regions(len(x), cache), list[range]()
+    regions, told = fused.regions(len(x), cache), list[tuple[range, int]]()
     assert regions is not None
-    fused.run(x, [rotary], dataclasses.replace(regions, wrote=told.append), {})
-    assert told == [range(1)]
+    fused.run(x, [rotary], dataclasses.replace(regions, wrote=lambda *some: told.append(some)), {})
+    assert told == [(range(1), 5)]
 
 
 def rows_of(cache: PagedRequests, rows: slice) -> PagedRequests:

@@ -28,9 +28,11 @@ NOT_FINITE = -2
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Called with each layer id once its KV is written; `at_once`: before the next layer."""
+    """Called with each layer id once its KV is written; `at_once`: before the next layer. `tell_rows`: with how
+    many rows have it in all layers."""
 
     tell: Callable[[int], None]
+    tell_rows: Callable[[int], None]
     at_once: bool = True
 
     def __call__(self, layer_id: int) -> None:

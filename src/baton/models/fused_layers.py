@@ -129,13 +129,13 @@ class FusedLayers:
             rows = slice(start, min(start + block_rows, len(x)))
             block = regions if len(x) <= block_rows else regions.block(rows.start, rows.stop)
             inputs = {layer: tensor[rows] for layer, tensor in kept.items()}
-            wrote = regions.wrote if rows.stop == len(x) else None
+            ends = rows.stop == len(x) and regions.wrote is not None
             # The others are copied while the last layer is computed.
-            cuts = [0, num_layers] if wrote is None else sorted({0, num_layers - 1, num_layers})
+            cuts = sorted({0, num_layers - 1, num_layers} if ends else {0, num_layers})
             for layers in itertools.starmap(range, itertools.pairwise(cuts)):
                 self._run(x[rows], rotaries, block, inputs, layers)
-                if wrote is not None:
-                    wrote(layers)
+                if regions.wrote is not None:
+                    regions.wrote(layers, rows.stop)
 
     def _run(
         self,

@@ -194,14 +194,14 @@ class KVRegion:
 @dataclass(frozen=True, slots=True)
 class KVRegions:
     """Keys and values for a kernel that runs several layers in one call; slots are not checked. `layers` [layers, 3]:
-    each layer's region, its index in it, and its window (0: none). `wrote`: called with layers that have all
-    rows, all but the last layer before that one is computed."""
+    each layer's region, its index in it, and its window (0: none). `wrote`: called with layers
+    and how many rows are in them, of the last rows with the last layer alone."""
 
     query_start: npt.NDArray[np.int32]
     positions: npt.NDArray[np.int64]
     regions: tuple[KVRegion, ...]
     layers: npt.NDArray[np.int64]
-    wrote: Callable[[range], None] | None = None
+    wrote: Callable[[range, int], None] | None = None
 
     def block(self, start: int, stop: int) -> KVRegions:
         """Of the rows start..stop."""

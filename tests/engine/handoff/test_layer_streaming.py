@@ -20,11 +20,14 @@ from baton.handoff.agent.leg_events import LegEvent
 from baton.handoff.protocol.events import Declared, LayersWithdrawn, LayersWritten
 from baton.handoff.protocol.messages import AttemptKey
 from baton.kernels.cpu.gemm.small_gemm import MAX_ROWS
+from baton.models.fused_layers import BLOCK_ROWS
 from testkit.engines import TARGET, Pair, Stepped, Stream, kv_of, pair, stepped
+from testkit.layers import HAS_OWN_PRODUCTS, usual_quantization
 from tests.engine.handoff.test_handoff_kinds import GREEDY, KINDS, SAMPLED, both_ways, prompt_of
 
 NUM_LAYERS = 4  # of the demo target
 LAYER_BYTES = 64 * 2 * 4 * 32 * 2  # of 64 tokens
+OnReport = Callable[[int, Callable[[], None]], None]
 
 
 @pytest.fixture(autouse=True)
@@ -39,14 +42,20 @@ def copied(two: Pair, group: str = "target.full") -> int:
     return two.prefill.engine.agent.stats().copies.bytes[group]
 
 
-def in_forwards(two: Pair, monkeypatch: pytest.MonkeyPatch, do: Callable[[int, Callable[[], None]], None]) -> None:
-    """In P's forwards, call `do(layer, go_on)` after the write of each layer; `go_on` reports it to the engine."""
+def in_forwards(two: Pair, monkeypatch: pytest.MonkeyPatch, do: OnReport, do_rows: OnReport | None = None) -> None:
+    """In P's forwards, call `do(layer, go_on)` after the write of each layer; `go_on` reports it to the engine.
+    `do_rows`: the same for numbers of rows."""
     forward = ModelRunner.forward
 
     def watched(runner: ModelRunner, rows: Any, written: Any = None) -> TargetOutput:
         if written is None:
             return forward(runner, rows)
-        told = Written(lambda layer_id: do(layer_id, lambda: written(layer_id)), written.at_once)
+
+        def tell_rows(rows: int) -> None:
+            if do_rows is not None:
+                do_rows(rows, lambda: written.tell_rows(rows))
+
+        told = Written(lambda layer_id: do(layer_id, lambda: written(layer_id)), tell_rows, written.at_once)
         return forward(runner, rows, told)
 
     monkeypatch.setattr(ModelRunner, "forward", watched)
@@ -141,6 +150,30 @@ def test_the_last_chunk_is_copied_before_the_first_token_is_chosen(
         handed_over(two, "two chunks", prompt_of(128))
     chunk = LAYER_BYTES * NUM_LAYERS
     assert seen == [*[chunk] * (NUM_LAYERS - 2), 2 * chunk - LAYER_BYTES, 2 * chunk]
+
+
+@pytest.mark.skipif(not HAS_OWN_PRODUCTS, reason="no products of bfloat16 of our own")
+def test_rows_are_copied_in_all_layers_while_later_rows_are_computed(
+    checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first block of a last chunk, when it has run through all layers."""
+    model = str(checkpoint("llama", torch_dtype="bfloat16", intermediate_size=192))
+    quantization = usual_quantization()
+    settings = {"model": model, "speculative_config": None, "batch_invariant": False, "quantization": quantization}
+    seen: list[int] = []
+    prompt = prompt_of(BLOCK_ROWS + 76)
+    with stepped(**settings) as one, pair(tmp_path, integrity="full", **settings) as two:
+
+        def do_rows(num_rows: int, tell: Callable[[], None]) -> None:
+            tell()
+            await_copies(two, 0)
+            seen.append(copied(two))
+
+        in_forwards(two, monkeypatch, lambda _, tell: tell(), do_rows)
+        assert handed_over(two, "long", prompt).result == one.run("one", prompt, GREEDY).result
+        assert two.prefill.engine.agent is not None
+        assert two.prefill.engine.agent.stats().repairs == 0
+        assert seen == [copied(two) // len(prompt) * BLOCK_ROWS]
 
 
 def test_a_layer_that_is_told_before_it_is_written_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,6 +139,37 @@ def test_layers_are_copied_once_each_as_they_are_written() -> None:
     assert (p.copies.num_hidden, p.copies.num_bytes) == (20, 70)
 
 
+FIRST_ROWS = [REGISTER, LayersWritten(8, TABLES, {"target": 4}, 3), LayersWritten(8, TABLES, {"target": 5}, 3)]
+LAST_ROWS = LayersWritten(8, TABLES, PART, 2)
+
+
+def test_rows_are_copied_in_all_layers_while_later_rows_are_computed() -> None:
+    """Then the last rows layer by layer, and what is left of all of them in one copy."""
+    p, actions = machine("push", *FIRST_ROWS)
+    assert in_layers(actions) == [("target", 4, 5, 0, 3)]
+    assert in_layers(p.handle(LAST_ROWS)) == [("target", 5, 6, 0, 2)]
+    assert p.handle(LAST_ROWS) == []
+    assert in_layers(p.handle(LayersWritten(8, TABLES, PART, 3))) == [("target", 5, 6, 2, 3)]
+    assert in_layers(p.handle(Declared(8, TABLES, PART))) == [("target", 2, 6, 3, END)]
+
+
+def test_rows_that_were_not_reported_are_copied_once_the_forward_has_ended() -> None:
+    p, _ = machine("push", *FIRST_ROWS, LAST_ROWS)
+    assert in_layers(p.handle(Declared(8, TABLES, {"target": 8}))) == [
+        ("target", 2, 5, 3, END),
+        ("target", 5, 6, 2, END),
+        ("target", 6, 8, 0, END),
+    ]
+
+
+@pytest.mark.parametrize("other", [LayersWithdrawn(), LayersWritten(8, TABLES, {"target": 3}, 3)])
+def test_rows_of_another_forward_are_copied_after_the_first_copies(other: LayersWithdrawn | LayersWritten) -> None:
+    """Also where a forward ends within rows that were reported."""
+    p, _ = machine("push", *FIRST_ROWS, LAST_ROWS, other, Declared(8, TABLES, PART))
+    assert p.handle(CopyEnded(0, ok=True)) == p.handle(CopyEnded(1, ok=True)) == []
+    assert in_layers(p.handle(CopyEnded(2, ok=True))) == [("target", 2, 6, 0, END)]
+
+
 def test_layers_of_a_forward_that_failed_are_copied_again_after_the_first_copies() -> None:
     """Otherwise a late copy of the failed forward would overwrite a later one."""
     p, _ = machine("push", REGISTER)

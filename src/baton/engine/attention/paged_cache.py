@@ -103,12 +103,8 @@ class PagedCache:
         batches = {name: BatchAddresses.of(self._batches[name]) for name in groups}
         regions = tuple(KVRegion(kv, batches[name].arrays[2]) for name, kv in groups.items())
         positions, query_start, _ = next(iter(batches.values())).arrays
-        return KVRegions(query_start, positions, regions, layers, None if self._written is None else self._wrote)
-
-    def _wrote(self, layers: range) -> None:
-        assert self._written is not None
-        for layer_id in layers:
-            self._written(layer_id)
+        wrote = None if self._written is None else functools.partial(_wrote, self._written, len(positions))
+        return KVRegions(query_start, positions, regions, layers, wrote)
 
     def write(self, layer_id: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
         # A window of 1 costs almost nothing.
@@ -164,3 +160,11 @@ class PagedCache:
         place = self._place(layer_id)
         memory, index = place.memory, place.index
         return scan(memory.planes, index, self._states[memory.spec.name], recurrence)
+
+
+def _wrote(written: Written, num_rows: int, layers: range, first_rows: int) -> None:
+    if first_rows < num_rows:
+        written.tell_rows(first_rows)
+        return
+    for layer_id in layers:
+        written(layer_id)

@@ -28,8 +28,17 @@ class StreamLimits(NamedTuple):
 LIMITS = StreamLimits(min_bytes=1 << 20, few_rows=64)
 
 
+class _Streamed(NamedTuple):
+    """A prompt's rows in the forward, after `start` of its tokens. `least`: bytes of a report."""
+
+    rows: range
+    start: int
+    least: int
+    layers: WrittenLayers
+
+
 class LayerStream:
-    """`groups`: over all ranks. Without `by_layer`: a last chunk, before its last layer and after it.
+    """`groups`: over all ranks. Without `by_layer`: of a last chunk each block of rows, and its last layer alone.
 
     With `many_ranks` a layer counts as written when the next one is: in between, the ranks compute a sum.
     """
@@ -54,8 +63,7 @@ class LayerStream:
         kept = [group for of_layer in self._groups_of.values() for group in of_layer]
         self._names = {name for name, _ in kept}
         self._token_bytes = sum(token_bytes for _, token_bytes in kept)
-        # With each prompt's rows, and least bytes of a report.
-        self._streamed: list[tuple[int, int, WrittenLayers]] = []
+        self._streamed: list[_Streamed] = []
         self._last = -1
         self._report_from = max(self._groups_of, default=-1) - (not by_layer)
 
@@ -64,7 +72,10 @@ class LayerStream:
         self._streamed, self._last = [], -1
         if sum(rows.num_rows for rows in scheduled) <= self._few_rows:
             return None
+        first = 0
         for rows in scheduled:
+            forwarded = range(first, first + rows.num_rows)
+            first = forwarded.stop
             request = rows.request
             ticket = request.ticket
             if request.role != "prefill" or ticket is None or ticket.mode != "push" or not request.is_prefilling:
@@ -76,20 +87,31 @@ class LayerStream:
             final = {name: self._cache.num_final(name, n, computed, 0) for name in self._names}
             pages = self._cache.offered(request.kv, n)
             least = max(self._min_bytes, num_bytes // _MOST_REPORTS) if self._by_layer else num_bytes
-            self._streamed.append((rows.num_rows, least, WrittenLayers(self._agent, ticket.key, n, pages, final)))
-        return Written(self._written, self._by_layer) if self._streamed else None
+            layers = WrittenLayers(self._agent, ticket.key, n, pages, final)
+            self._streamed.append(_Streamed(forwarded, rows.start, least, layers))
+        return Written(self._written, self._rows_written, self._by_layer) if self._streamed else None
 
     def _written(self, layer_id: int) -> None:
         done, self._last = (self._last, layer_id) if self._behind else (layer_id, layer_id)
         if done not in self._groups_of:
             return
-        for num_rows, least, prompt in self._streamed:
+        for one in self._streamed:
             for group, token_bytes in self._groups_of[done]:
-                prompt.add(group, num_rows * token_bytes)
-            if prompt.unreported >= least or layer_id >= self._report_from:
-                prompt.report(done + 1)
+                one.layers.add(group, len(one.rows) * token_bytes)
+            if one.layers.unreported >= one.least or layer_id >= self._report_from:
+                one.layers.report(done + 1)
+
+    def _rows_written(self, num_rows: int) -> None:
+        if self._behind:
+            return
+        for one in self._streamed:
+            computed = min(num_rows, one.rows.stop) - one.rows.start
+            if computed > 0:
+                tokens, known = one.start + computed, one.layers.num_tokens
+                final = {name: self._cache.num_final(name, known, tokens, 0) for name in self._names}
+                one.layers.report_tokens(final, max(self._groups_of) + 1)
 
     def withdraw(self) -> None:
-        for _, _, prompt in self._streamed:
-            prompt.withdraw()
+        for one in self._streamed:
+            one.layers.withdraw()
         self._streamed = []

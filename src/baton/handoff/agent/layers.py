@@ -31,12 +31,15 @@ class WrittenLayers:
         self.groups.add(group)
 
     def report(self, stop: int) -> None:
-        final = {group: self.final[group] for group in sorted(self.groups)}
+        self.report_tokens({group: self.final[group] for group in sorted(self.groups)}, stop)
+        self.unreported, self.groups = 0, set()
+
+    def report_tokens(self, final: Mapping[str, int], stop: int) -> None:
+        """In the layers below `stop`."""
         tables = copy_tables({group: self.pages[group] for group in final})
-        self.agent.stream_layers(self.key, LayersWritten(self.num_tokens, tables, final, stop))
-        self.reported, self.unreported, self.groups = True, 0, set()
+        self.agent.stream_layers(self.key, LayersWritten(self.num_tokens, tables, dict(final), stop))
+        self.reported = True
 
     def withdraw(self) -> None:
-        """The forward failed, or rewrites layers."""
         if self.reported:
             self.agent.stream_layers(self.key, LayersWithdrawn())

@@ -80,7 +80,7 @@ class Agent(ABC):
         self.post(key, ev.Declared(prompt_len, copy_tables(pages), dict(final)))
 
     def stream_layers(self, key: AttemptKey, event: ev.LayersWritten | ev.LayersWithdrawn) -> None:
-        """Layers are written, or withdrawn, on every rank that has them. `declare_final` follows the forward."""
+        """Of every rank that has the layers. `declare_final` follows the forward."""
         self.post(key, event)
 
     def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: dict[str, int]) -> None:

@@ -41,9 +41,8 @@ class Declared:
 
 @dataclass(frozen=True, slots=True)
 class LayersWritten:
-    """P: a running forward has written tokens `[0, final)` of the layers below `layers` (ids of the model). They are
-    final unless `LayersWithdrawn` follows. `Declared` follows the forward.
-    """
+    """P: a running forward has written tokens `[0, final)` of the layers below `layers` (ids of the model): final
+    unless `LayersWithdrawn` follows."""
 
     prompt_len: int
     pages: dict[str, list[int]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.errors import ProtocolError
@@ -17,8 +17,8 @@ from baton.wire import Integrity, Mode
 
 @dataclass(slots=True)
 class _Partial:
-    """Tokens below `stop` are final only in the layers below `layers`; those below `copied` are copied, or being
-    copied.
+    """Tokens up to `stop`, from the partial before it, are written below `layers`, and copied, or being copied, below
+    `copied`.
     """
 
     stop: int
@@ -27,13 +27,13 @@ class _Partial:
 
 
 class FinalRanges:
-    """Copies (push) and digests each token once, as soon as it is final. An interval that becomes final layer by layer
-    is digested and reported to D once all its layers are final.
+    """Copies (push) and digests each token once, as soon as it is final. An interval is
+    digested and reported to D once all its layers are final.
     """
 
     def __init__(self, key: AttemptKey, mode: Mode, integrity: Integrity, copies: CopyLedger) -> None:
         self.final: dict[str, int] = {}
-        self.computed = False  # the whole prompt is declared final in some group
+        self.computed = False  # the whole prompt is final in some group
         self.pages: dict[str, list[int]] = {}
         self.digests: msg.Digests = {}
         self._key = key
@@ -43,11 +43,11 @@ class FinalRanges:
         self._prompt_len = 0
         # The end of what is copied (push) and digested, or in progress; None until D has registered.
         self._reached: dict[str, int] | None = None
-        self._partial: dict[str, _Partial] = {}
-        # Groups with copies of withdrawn layers: such a copy must not overwrite later ones.
+        self._partial: dict[str, list[_Partial]] = {}  # ascending
+        # Groups with copies of withdrawn layers, which must not overwrite later ones.
         self._stale: set[str] = set()
         self._computing = 0
-        self._unreported: dict[str, list[ev.StartCopy]] = {}  # copies that ended before their digests were ready
+        self._unreported: dict[str, list[ev.StartCopy]] = {}  # ended before their digests
 
     @property
     def at_rest(self) -> bool:
@@ -70,18 +70,23 @@ class FinalRanges:
             if not self._moves(group) or stop <= self.final.get(group, 0):
                 continue
             self.pages[group] = event.pages[group]
-            known = self._partial.get(group)
-            if known is None or known.stop != stop:
+            known = self._partial.get(group, [])
+            if known and stop < known[-1].stop and all(partial.stop != stop for partial in known):
                 self._drop_layers(group)
-                known = self._partial[group] = _Partial(stop, 0)
-            known.layers = max(known.layers, event.layers)
+                known = []
+            if not known or stop > known[-1].stop:
+                known.append(_Partial(stop, 0))
+            for partial in known:
+                if partial.stop <= stop:
+                    partial.layers = max(partial.layers, event.layers)
+            self._partial[group] = known
 
     def withdraw(self) -> None:
         for group in list(self._partial):
             self._drop_layers(group)
 
     def _drop_layers(self, group: str) -> None:
-        if (dropped := self._partial.pop(group, None)) is not None and dropped.copied:
+        if any(partial.copied for partial in self._partial.pop(group, [])):
             self._stale.add(group)
 
     def _moves(self, group: str) -> bool:
@@ -91,8 +96,8 @@ class FinalRanges:
         for group, end in final.items():
             if self._moves(group):
                 self.final[group] = reached = max(self.final.get(group, 0), min(end, self._prompt_len))
-                known = self._partial.get(group)
-                if known is not None and (known.stop != reached or not known.copied):
+                known = self._partial.get(group, [])
+                if known and (known[-1].stop > reached or not any(partial.copied for partial in known)):
                     self._drop_layers(group)
 
     def begin(self, register: msg.Register) -> None:
@@ -119,24 +124,25 @@ class FinalRanges:
                 actions += self._follow_layers(group, wanted, register)
                 continue
             reached[group] = tokens.stop
-            source, partial = self.pages.get(group, []), self._partial.pop(group, None)
+            source, partials = self.pages.get(group, []), self._partial.pop(group, [])
             if self._mode == "push":
-                layers = ALL_LAYERS if partial is None else Interval(partial.copied, ALL_LAYERS.stop)
-                actions.append(self._copies.start(group, tokens, source, register.pages[group], layers))
+                for part, copied in _parts(tokens, partials):
+                    layers = Interval(copied, ALL_LAYERS.stop)
+                    actions.append(self._copies.start(group, part, source, register.pages[group], layers))
             if parts := tokens_to_digest(self._integrity, self._key, tokens):
                 self._computing += 1
                 actions.append(ev.ComputeDigests(group, parts, source))
         return actions
 
     def _follow_layers(self, group: str, wanted: Interval, register: msg.Register) -> list[ev.Action]:
-        partial = self._partial.get(group)
-        if partial is None or partial.layers <= partial.copied:
-            return []
-        tokens = _cut_at(wanted, partial.stop)
-        if tokens.empty:
-            return []
-        layers, partial.copied = Interval(partial.copied, partial.layers), partial.layers
-        return [self._copies.start(group, tokens, self.pages[group], register.pages[group], layers)]
+        actions: list[ev.Action] = []
+        for partial in self._partial.get(group, []):
+            tokens = _cut_at(wanted, partial.stop)
+            wanted = wanted.after(partial.stop)
+            if not tokens.empty and partial.layers > partial.copied:
+                layers, partial.copied = Interval(partial.copied, partial.layers), partial.layers
+                actions.append(self._copies.start(group, tokens, self.pages[group], register.pages[group], layers))
+        return actions
 
     def repair(self, register: msg.Register, repair: msg.Repair) -> list[ev.Action]:
         """Copy again. Raises `ProtocolError`, before any copy starts, for tokens that were not wanted."""
@@ -178,3 +184,18 @@ class FinalRanges:
 
 def _cut_at(tokens: Interval, stop: int) -> Interval:
     return Interval(tokens.start, max(tokens.start, min(tokens.stop, stop)))
+
+
+def _parts(tokens: Interval, partials: Sequence[_Partial]) -> Iterator[tuple[Interval, int]]:
+    """`tokens` by the layer below which they are copied."""
+    pending, below = Interval(tokens.start, tokens.start), 0
+    for stop, copied in [*((partial.stop, partial.copied) for partial in partials), (tokens.stop, 0)]:
+        part = _cut_at(tokens.after(pending.stop), stop)
+        if part.empty:
+            continue
+        if pending.empty or copied == below:
+            pending, below = Interval(pending.start, part.stop), copied
+        else:
+            yield pending, below
+            pending, below = part, copied
+    yield pending, below
