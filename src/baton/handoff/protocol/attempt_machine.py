@@ -34,7 +34,6 @@ class AttemptMachine(Generic[PhaseT]):
         self.reason = ""
         self.round = 0
         self.copies = CopyLedger(max_retries)
-        # Formatted only for an error.
         self._events: deque[HistoryEntry] = deque(maxlen=HISTORY)
         self._table = table
 

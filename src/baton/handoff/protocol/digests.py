@@ -1,7 +1,7 @@
 """Digests of KV: D checks with them that its pages hold what P's held (docs/protocol.md, "Retry and repair").
 
 A digest covers one plane of one layer of at most `PIECE_TOKENS` tokens of one group, cut at absolute multiples of that
-number. The hash (xxh3, 64 bits) detects accidents, not a peer that lies.
+number.
 """
 
 from __future__ import annotations

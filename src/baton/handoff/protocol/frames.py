@@ -1,7 +1,6 @@
-"""Encodes and decodes control messages.
+"""Encodes and decodes control messages (docs/protocol.md, "Channel").
 
-A frame is one msgpack array `[version, session, sequence, kind, body]`. `kind` selects a size limit and a typed
-decoder. Anything unknown, too long or of the wrong shape raises `ProtocolError`.
+Anything unknown, too long or of the wrong shape raises `ProtocolError`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """How engines prove in HELLO that they know the deployment's ticket key, and seal the frames after it
-(docs/protocol.md, "HELLO").
-
-A proof cannot be replayed elsewhere, or reflected. Seals are needed because a socket redials by itself, and another
-process may listen there.
+(docs/protocol.md, "Secrets and digests").
 """
 
 from __future__ import annotations
