@@ -120,7 +120,7 @@ def check_trial(url: str, trial: Trial) -> Iterator[Finding]:
     for reason, count in trial.failures.items():
         setting = f"handoff_failures of {reason!r}"
         yield Finding("handoff_failed", url, setting, str(count), "where 0 were expected", _cure(trial, reason))
-    # Refused connections include strangers' and this check-up's own to control ports.
+    # Connections are also refused to strangers.
     refused = {kind: count for kind, count in trial.refused.items() if kind != "connection"}
     if refused and not trial.failures:
         cure = _cure(trial, "")

@@ -389,6 +389,27 @@ def test_connections_without_the_right_keys_are_counted(
     assert ("is not authorised" if client == "unknown key" else "a connection was refused") in caplog.text
 
 
+def test_a_port_check_is_no_refused_connection(
+    opened: Callable[..., Channel], directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of `baton doctor`, or of a load balancer: with and without ZeroMQ's greeting in its buffer."""
+    keyed = opened(keys=KeyRing(directory, "P"))
+    host, port = keyed.address.rpartition("@")[2].rsplit(":", 1)
+    for reads in (True, False):
+        with socket.create_connection((host, int(port))) as checked:
+            if reads:
+                checked.recv(64)
+    # The listener handles connections in order: by the time a stranger is refused, the checks have been seen.
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.setsockopt(zmq.RECONNECT_IVL, -1)
+        stranger.connect(f"tcp://{host}:{port}")
+        stranger.send(b"")
+        exchange(keyed, until=lambda: keyed.refused > 0)
+    assert keyed.refused == 1
+    assert caplog.text.count("was refused") == 1
+
+
 def test_log_lines_are_few_and_one_line_each(caplog: pytest.LogCaptureFixture) -> None:
     log = logging.getLogger("tests.log_limit")
     limit = LogLimit()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from typing import Any
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from baton.errors import ConfigError
 from baton.handoff.session.keys import Keys
@@ -22,6 +24,8 @@ _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _MONITOR_ADDRESS = "inproc://baton.refused"
 # Handshakes that failed before ZAP was asked.
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+# The client closed the connection, as port checks do.
+_LEFT = {errno.EPIPE, errno.ECONNRESET}
 
 Socket = Any
 
@@ -70,11 +74,14 @@ class Gate:
             except zmq.ZMQError:
                 return
             if ready is self._monitor:
-                self._refuse(
-                    "a connection was refused: a port check, as of baton doctor, or an engine with another key"
-                )
+                self._failed(parts)
             else:
                 self._answer(parts)
+
+    def _failed(self, parts: list[bytes]) -> None:
+        failure = parse_monitor_message(parts)
+        if failure["event"] != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL or failure["value"] not in _LEFT:
+            self._refuse("a connection was refused: it speaks another protocol, or is of an engine with another key")
 
     def _answer(self, parts: list[bytes]) -> None:
         # Version, request id, domain, address, identity, mechanism, and for CURVE the client's public key.
