@@ -146,7 +146,8 @@ def test_wrong_shape(path: Path) -> None:
         ({"rms_norm_eps": 1e39}, ["rms_norm_eps", "float32"]),
         ({"rope_theta": 1e-300}, ["rope_theta is 1e-300, expected at least 1"]),
         # Making so many takes minutes.
-        ({"num_hidden_layers": 4096}, ["num_hidden_layers is 4096, but the last stored layer is number 2"]),
+        ({"num_hidden_layers": 4096}, ["num_hidden_layers is 4096, but 3 layers are stored"]),
+        ({"num_hidden_layers": 2}, ["num_hidden_layers is 2, but 3 layers are stored"]),
         ({"rope_scaling": {"rope_type": "longrope"}}, ["rope_type", "longrope", "llama3"]),
         ({"rope_scaling": {"rope_type": "linear"}}, ["factor", "linear"]),
         ({"rope_scaling": [1]}, ["rope_parameters", "[1]"]),

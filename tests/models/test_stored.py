@@ -82,7 +82,7 @@ def prefix_twice(tensors: Tensors) -> Tensors:
         prefix_twice,
         lambda tensors: {**without_prefix(tensors), HEAD: other(tensors[EMBEDDING])},
         lambda tensors: {**tensors, "v_head.summary.weight": torch.ones(1, 64)},
-        lambda tensors: {**tensors, "model.layers.3.mlp.up_proj.weight": torch.ones(176, 64)},
+        lambda tensors: {**tensors, "model.layers.3.eh_proj.weight": torch.ones(64, 128)},
         lambda tensors: {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)},
     ],
     ids=[
@@ -140,7 +140,7 @@ def test_an_index_of_shards_that_are_gone_does_not_matter_beside_a_single_file(p
 
 
 def test_unused_tensors_are_named(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    extra = {f"model.layers.{layer}.mlp.up_proj.weight": torch.ones(1) for layer in range(3, 15)}
+    extra = {f"model.layers.{layer}.eh_proj.weight": torch.ones(1) for layer in range(3, 15)}
     write(path, {**load_file(path / SINGLE), **extra, "v_head.bias": torch.ones(1)})
     with caplog.at_level(logging.WARNING, "baton.models.loading.stored"):
         load_model(path)

@@ -31,6 +31,8 @@ _NESTED = ("model.language_model.", "language_model.model.")
 # Nemotron-H's prefixes, and the usual ones.
 _BACKBONE = {"backbone.": "model.", "model.embeddings.": "model.embed_tokens.", "model.norm_f.": "model.norm."}
 _HEAD_PARTS = "lm_head."
+# In the name of a tensor that each MTP module stored as a layer has.
+_MTP = ".eh_proj."
 _PARTS = ("model.embed_tokens.", "model.norm.", _HEAD_PARTS)
 # By safetensors' names.
 _DTYPES = {
@@ -161,11 +163,14 @@ class StoredTensors:
         return self._names.get(stored) or self._rename(stored)
 
     def check_layers(self, num_layers: int) -> None:
-        """Raises `CheckpointError` if the last layers are missing."""
-        last = max((layer for name in self._names.values() if (layer := layer_index(name)) is not None), default=-1)
-        if -1 < last < num_layers - 1:
+        """Raises `CheckpointError` unless the model's layers are stored, and after them MTP modules alone."""
+        stored = {name: layer for name in self._names.values() if (layer := layer_index(name)) is not None}
+        # A config without modules may have them stored too, such as GLM-OCR's.
+        modules = {layer for name, layer in stored.items() if layer >= num_layers and _MTP in name}
+        count = 1 + max({*stored.values()} - modules, default=-1)
+        if count and count != num_layers:
             given = f"num_hidden_layers is {num_layers}"
-            raise CheckpointError(f"{self._path}: config.json: {given}, but the last stored layer is number {last}")
+            raise CheckpointError(f"{self._path}: config.json: {given}, but {count} layers are stored")
 
     def unused(self, num_layers: int, own_parts: tuple[str, ...] = ()) -> frozenset[str]:
         """Tensors of parts that the model lacks. Unknown tensors of other parts are not included: `fill_module` refuses
