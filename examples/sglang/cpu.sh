@@ -22,7 +22,8 @@ trap 'kill $(jobs -p) 2> /dev/null || true; wait; rm -r "$ENTRY"' EXIT
 engine() { # name port flags...
     BATON_SGLANG_CONFIG='{"engine_id": "'"$1"'", "keys": "'"$KEYS"'"}' \
         sglang serve --model-path "$MODEL" --served-model-name demo --port "$2" --device cpu \
-        --attention-backend torch_native --dtype float32 --disable-overlap-schedule --disable-cuda-graph \
+        --attention-backend torch_native --dtype float32 --disable-overlap-schedule \
+        --cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled \
         --skip-server-warmup --max-total-tokens 16384 --disaggregation-transfer-backend baton "${@:3}" &
 }
 engine P 8101 --disaggregation-mode prefill

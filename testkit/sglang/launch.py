@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 SUPPORT = ROOT / "tests" / "sglang" / "support"
 FLAGS = [
     *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--max-total-tokens", "8192"),
-    *("--disable-overlap-schedule", "--skip-server-warmup", "--disable-cuda-graph", "--sleep-on-idle"),
+    *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
+    *("--disable-overlap-schedule", "--skip-server-warmup", "--sleep-on-idle"),
 ]
 ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",

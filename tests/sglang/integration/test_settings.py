@@ -13,6 +13,7 @@ import pytest
 from baton.errors import ConfigError
 from baton.sglang import compat
 from testkit.deploy.scripts import engine_commands
+from testkit.sglang.launch import FLAGS
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of imports
 
@@ -46,7 +47,7 @@ def test_the_stand_in_for_kernels_has_none_for_amx() -> None:
         assert not common.cpu_has_amx_support()
 
 
-def test_sglang_takes_the_arguments_of_the_examples(tmp_path: Path) -> None:
+def test_sglang_takes_the_arguments_of_the_examples(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
     from sglang.srt.server_args import ServerArgs
 
@@ -54,5 +55,7 @@ def test_sglang_takes_the_arguments_of_the_examples(tmp_path: Path) -> None:
     parser = ArgumentParser()
     ServerArgs.add_cli_args(parser)
     found = [parser.parse_args(words) for words in engine_commands("sglang", tmp_path)]
+    parser.parse_args(["--model-path", "x", *FLAGS])
+    assert "deprecated" not in caplog.text
     modes = Counter((each.disaggregation_mode, each.port) for each in found)
     assert modes == {("prefill", 8101): 2, ("decode", 8102): 2, ("prefill", 30000): 1, ("decode", 30000): 1}
