@@ -21,15 +21,22 @@ Advise = Callable[[int, int, int], int]
 
 def move_heap() -> None:
     """Move this process's present heap, except for its edges."""
-    size = size_in(HUGE_PAGE_SIZE)
-    if size is None:
-        return
     try:
         maps = _MAPS.read_text()
     except OSError:
         return
-    pages = [page for start, end in heap_in(maps) for page in range(-(-start // size), end // size)]
-    log.debug("%d of %d huge pages for the heap", collapse(pages, size, madvise()), len(pages))
+    move(
+        "the heap",
+        lambda size: [page for start, end in heap_in(maps) for page in range(-(-start // size), end // size)],
+    )
+
+
+def move(what: str, pages_for: Callable[[int], Sequence[int]]) -> None:
+    """Move pages, by their numbers for a page size in bytes, if the system has huge ones."""
+    size = size_in(HUGE_PAGE_SIZE)
+    if size is not None:
+        pages = pages_for(size)
+        log.debug("%d of %d huge pages for %s", collapse(pages, size, madvise()), len(pages), what)
 
 
 def heap_in(maps: str) -> Iterator[tuple[int, int]]:

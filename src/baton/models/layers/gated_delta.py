@@ -81,7 +81,7 @@ class GatedDeltaNet(nn.Module):
         self.cuts: dict[str, WeightCut] = dict.fromkeys(("dt_bias", "A_log"), (0, heads))
         self.norm = nn.ParameterDict({"weight": build.empty(spec.value_dim)})
         self.out_proj = RowLinear(value_size, hidden, build)
-        self._wide: tuple[Tensor, Tensor] | None = None
+        self._rule: DeltaRule | None = None
 
     def forward(self, x: Tensor, cache: LayerCache) -> Tensor:
         projected: Tensor = self.in_proj(x)
@@ -89,17 +89,16 @@ class GatedDeltaNet(nn.Module):
         def recurrence(states: States, rows: ScanRows) -> tuple[Tensor, States]:
             conv, matrix = torch.cat(states[:3], dim=1), states[3]
             mixed, kept_conv = self.conv1d(projected, self._spec.conv_sizes[2], conv, rows)
-            first, rule = projected.shape[1] - 2 * self._spec.value_heads, DeltaRule(self._spec, *self._parameters32())
-            out, kept = rule(projected, first, mixed, matrix, rows, self._on_cpu)
+            first = projected.shape[1] - 2 * self._spec.value_heads
+            out, kept = self._delta_rule()(projected, first, mixed, matrix, rows, self._on_cpu)
             return out, (*torch.split(kept_conv, list(self._spec.conv_sizes), dim=1), kept)
 
         return self.out_proj(self._normed(cache.scan(self._layer_id, recurrence), projected))  # type: ignore[no-any-return]
 
-    def _parameters32(self) -> tuple[Tensor, Tensor]:
-        """-exp(A_log), and dt_bias [H]."""
-        if self._wide is None:
-            self._wide = -self.A_log.float().exp(), self.dt_bias.float()
-        return self._wide
+    def _delta_rule(self) -> DeltaRule:
+        if self._rule is None:
+            self._rule = DeltaRule(self._spec, -self.A_log.float().exp(), self.dt_bias.float())
+        return self._rule
 
     def _normed(self, o: Tensor, projected: Tensor) -> Tensor:
         weight, size = self.norm["weight"], self._spec.value_dim

@@ -45,7 +45,7 @@ class KimiDeltaNet(nn.Module):
         self.cuts: dict[str, WeightCut] = {"dt_bias": (0, wide), "A_log": (2, heads)}
         self.o_norm = nn.ParameterDict({"weight": build.empty(spec.value_dim)})
         self.o_proj = RowLinear(wide, hidden, build)
-        self._wide: tuple[Tensor, Tensor] | None = None
+        self._rule: DeltaRule | None = None
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: LayerCache) -> Tensor:
         projected: Tensor = self.in_proj(x)
@@ -57,18 +57,16 @@ class KimiDeltaNet(nn.Module):
         def recurrence(states: States, rows: ScanRows) -> tuple[Tensor, States]:
             conv, matrix = torch.cat(states[:3], dim=1), states[3]
             mixed, kept_conv = self.conv1d(projected, 0, conv, rows)
-            rule = DeltaRule(self._spec, *self._parameters32())
-            out, kept = rule(steps, 0, mixed, matrix, rows, self._on_cpu)
+            out, kept = self._delta_rule()(steps, 0, mixed, matrix, rows, self._on_cpu)
             return out, (*torch.split(kept_conv, list(self._spec.conv_sizes), dim=1), kept)
 
         gates = self.g_b_proj(g.contiguous())
         return self.o_proj(self._normed(cache.scan(self._layer_id, recurrence), gates))  # type: ignore[no-any-return]
 
-    def _parameters32(self) -> tuple[Tensor, Tensor]:
-        """The decay rate -exp(A_log) [H], and dt_bias [H D]."""
-        if self._wide is None:
-            self._wide = -self.A_log.float().exp().flatten(), self.dt_bias.float()
-        return self._wide
+    def _delta_rule(self) -> DeltaRule:
+        if self._rule is None:
+            self._rule = DeltaRule(self._spec, -self.A_log.float().exp().flatten(), self.dt_bias.float())
+        return self._rule
 
     def _normed(self, o: Tensor, gates: Tensor) -> Tensor:
         weight = self.o_norm["weight"]

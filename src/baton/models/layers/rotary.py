@@ -7,6 +7,7 @@ for bit.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 
@@ -100,16 +101,14 @@ _KINDS: dict[str, Callable[[RopeSpec, int], Frequencies]] = {
 }
 
 
-def _computed(spec: RopeSpec, dim: int, max_position: int) -> Frequencies:
-    """Raises `CheckpointError`."""
-    try:
+def _checked(spec: RopeSpec, dim: int, max_position: int) -> Frequencies:
+    """Raises `CheckpointError` unless angles and factor are finite."""
+    with contextlib.suppress(ArithmeticError, ValueError):
         frequencies, factor = _KINDS[spec.kind](spec, dim)
-    except (ArithmeticError, ValueError):
-        frequencies, factor = torch.empty(0), math.nan
-    if not (0 < factor < math.inf and (frequencies * max_position).isfinite().all()):
-        given = {"rope_theta": spec.theta, **spec.params}
-        raise CheckpointError(f"config.json: rope_parameters: {spec.kind!r} cannot be computed from {given}")
-    return frequencies, factor
+        if 0 < factor < math.inf and (frequencies * max_position).isfinite().all():
+            return frequencies, factor
+    given = {"rope_theta": spec.theta, **spec.params}
+    raise CheckpointError(f"config.json: rope_parameters: {spec.kind!r} cannot be computed from {given}")
 
 
 class Rotary:
@@ -119,7 +118,7 @@ class Rotary:
         self, spec: RopeSpec, rotary_dim: int, max_position: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Raises `CheckpointError`."""
-        frequencies, self._factor = _computed(spec, rotary_dim, max_position)
+        frequencies, self._factor = _checked(spec, rotary_dim, max_position)
         self._frequencies = frequencies.numpy().astype(np.float32)
         self._max_position, self._dtype, self._device = max_position, dtype, device
         self._cos = self._sin = torch.empty(0, len(self._frequencies), dtype=dtype, device=device)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 
 from torch import nn
 
-from baton.kernels.huge_pages import HUGE_PAGE_SIZE, collapse, madvise, pages_of, size_in
+from baton.kernels.huge_pages import move, pages_of
 from baton.models.layers.linear import Linear
 
-log = logging.getLogger(__name__)
 # Weights that the caches may hold gain little.
 LEAST_BYTES = 32 << 20
 
 
 def use_huge_pages(modules: Iterable[object], least_bytes: int = LEAST_BYTES) -> None:
-    """Move the packed weights of these modules into huge pages, if the system has any."""
+    """Move the packed weights of these modules into huge pages."""
     linears = {
         layer
         for module in modules
@@ -25,12 +23,8 @@ def use_huge_pages(modules: Iterable[object], least_bytes: int = LEAST_BYTES) ->
         if isinstance(layer, Linear)
     }
     ranges = sorted(found for layer in linears if (found := _place_of(layer)) is not None)
-    size = size_in(HUGE_PAGE_SIZE)
-    if size is None or sum(count for _, count in ranges) < least_bytes:
-        return
-    pages = pages_of(ranges, size)
-    num_moved = collapse(pages, size, madvise())
-    log.debug("%d of %d huge pages for weights", num_moved, len(pages))
+    if sum(count for _, count in ranges) >= least_bytes:
+        move("weights", lambda size: pages_of(ranges, size))
 
 
 def _place_of(layer: Linear) -> tuple[int, int] | None:
