@@ -220,7 +220,7 @@ def _leads(page: Path, path: str, heading: str) -> bool:
 
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1].split("\nnot_in_nav:")[0]
-    pages = re.findall(r"[\w/]+\.md", navigation)
+    pages = re.findall(r"[\w/-]+\.md", navigation)
     assert len(pages) == len(set(pages))
     assert {ROOT / page for page in pages} == {*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")}
 
