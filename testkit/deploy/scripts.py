@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -73,6 +74,20 @@ def _program(words: list[str]) -> list[str]:
 def engine_commands(engine: str, folder: Path) -> list[list[str]]:
     """The arguments of each server that the scripts of "vllm" or "sglang" start."""
     calls = [(script, words) for script in SCRIPTS if script.parent.name == engine for words in CALLS[script.name]]
-    ran = [each.words for n, (script, words) in enumerate(calls) for each in commands(script, words, folder / str(n))]
+    ran = [each for n, (script, words) in enumerate(calls) for each in commands(script, words, folder / str(n))]
+    return _servers(engine, ran)
+
+
+def documented_commands(engine: str, folder: Path) -> list[list[str]]:
+    """The arguments of each server that docs/vllm.md or docs/sglang.md starts in a code block."""
+    text = (EXAMPLES.parent / "docs" / f"{engine}.md").read_text("utf-8")
+    script = folder / f"{engine}.sh"
+    blocks = re.findall(r"^ *```\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
+    script.write_text("".join(block for block in blocks if f"{engine} serve" in block))
+    return _servers(engine, commands(script, [], folder / engine))
+
+
+def _servers(engine: str, ran: Sequence[Command]) -> list[list[str]]:
     programs = [engine, "serve"], ["vllm.entrypoints.openai.api_server"]
-    return [words[len(program) :] for words in ran for program in programs if words[: len(program)] == program]
+    words = [each.words for each in ran]
+    return [each[len(program) :] for each in words for program in programs if each[: len(program)] == program]

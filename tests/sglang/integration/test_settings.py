@@ -12,7 +12,7 @@ import pytest
 
 from baton.errors import ConfigError
 from baton.sglang import compat
-from testkit.deploy.scripts import engine_commands
+from testkit.deploy.scripts import documented_commands, engine_commands
 from testkit.sglang.launch import FLAGS
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of imports
@@ -55,6 +55,8 @@ def test_sglang_takes_the_arguments_of_the_examples(tmp_path: Path, caplog: pyte
     parser = ArgumentParser()
     ServerArgs.add_cli_args(parser)
     found = [parser.parse_args(words) for words in engine_commands("sglang", tmp_path)]
+    documented = [parser.parse_args(words) for words in documented_commands("sglang", tmp_path)]
+    assert [(each.disaggregation_mode, each.port) for each in documented] == [("prefill", 30000), ("decode", 30001)]
     parser.parse_args(["--model-path", "x", *FLAGS])
     assert "deprecated" not in caplog.text
     modes = Counter((each.disaggregation_mode, each.port) for each in found)
