@@ -20,9 +20,10 @@ def shown(*arguments: str, columns: int = 80) -> str:
     return result.output
 
 
-def test_sentences_on_commands_fit() -> None:
-    commands = shown().partition("Commands:")[2]
-    assert commands.count("\n  ") == 10
+@pytest.mark.parametrize(("arguments", "num_commands"), [([], 10), (["bench"], 5)])
+def test_sentences_on_commands_fit(arguments: list[str], num_commands: int) -> None:
+    commands = shown(*arguments).partition("Commands:")[2]
+    assert commands.count("\n  ") == num_commands
     assert "..." not in commands
 
 
@@ -35,17 +36,17 @@ def test_a_command_line_of_one_word_or_none(arguments: list[str], capsys: pytest
     assert "Traceback" not in streams.err
 
 
-@pytest.mark.parametrize("command", ["serve", "up", "router", "generate"])
+@pytest.mark.parametrize("command", ["serve", "up", "router", "generate", "verify"])
 def test_flags_are_in_groups(command: str) -> None:
     text = shown(command)
     sections = [line[:-1] for line in text.splitlines() if re.fullmatch(r"[A-Z][\w ]+:", line)]
     assert len(sections) >= 4
     assert len(sections) == len(set(sections))
     server = re.search(r"^Server:\n((?: .*\n|\n)+)", text, re.MULTILINE)
-    assert (server is not None and "--port" in server[1]) == (command != "generate")
+    assert (server is not None and "--port" in server[1]) == (command in ("serve", "up", "router"))
     ungrouped = re.search(r"^Options:\n((?: .*\n|\n)+)", text, re.MULTILINE)
     assert ungrouped is not None
-    assert "--help" in ungrouped[1]
+    assert set(re.findall(r"^  (--[\w-]+)", ungrouped[1], re.MULTILINE)) <= {"--help", "--json"}
 
 
 @pytest.mark.parametrize("command", ["serve", "up", "router"])

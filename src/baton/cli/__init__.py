@@ -75,7 +75,7 @@ app.command("router", cls=GroupedCommand, epilog=_ROUTER, short_help="The server
 )
 app.command("generate", cls=GroupedCommand, short_help="Answer one prompt, in this process.")(generate_command)
 app.command("keys", short_help="Make keys for engines and routers.")(keys_command)
-app.command("verify", short_help="Prove that two servers answer alike.")(verify_command)
+app.command("verify", cls=GroupedCommand, short_help="Prove that two servers answer alike.")(verify_command)
 app.command("doctor", short_help="Find what cannot be handed off between running servers.")(doctor_command)
 app.command("status", short_help="Print the state of a router.")(status_command)
 app.command("top", short_help="Watch the state of a router.")(top_command)

@@ -14,7 +14,7 @@ from baton.openai.client import base_url
 from baton.setting import MAX_SECONDS
 
 _Urls = Annotated[
-    list[str] | None, typer.Argument(metavar="URL...", help="Servers, or a router, whose engines are asked too.")
+    list[str] | None, typer.Argument(metavar="URL", help="Servers, or a router, whose engines are asked too.")
 ]
 
 

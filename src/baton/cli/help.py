@@ -9,8 +9,19 @@ from typer.core import TyperCommand
 from baton.cli.flag_sources import named_after_source
 from baton.errors import ConfigError
 
+_ROLES, _OTHERS = "Engines of one role", "Options"
 _PANELS: tuple[tuple[str, str], ...] = (
-    ("Deployment", "prefill decode both engine_port_base max_restarts role engine_id config"),
+    (
+        "Comparison",
+        "modes reference candidate reference_metrics candidate_metrics logprob_tolerance acceptance_tolerance",
+    ),
+    (
+        "Requests",
+        "lengths prompts chat add_special_tokens turns token_range max_tokens temperature top_p top_k min_p ignore_eos "
+        "logprobs concurrency request_timeout",
+    ),
+    ("Deployment", "prefill decode both discover workers engine_port_base max_restarts role engine_id config"),
+    (_ROLES, ""),  # by their prefix
     (
         "Model",
         "revision served_model_name dtype quantization device max_model_len seed attention_backend batch_invariant "
@@ -28,24 +39,24 @@ _PANELS: tuple[tuple[str, str], ...] = (
     (
         "Routing",
         "kv_mode policy prefill_policy decode_policy policy_config max_local_prefill_length "
-        "allow_mode_override admin_token_file token_api engine "
+        "allow_mode_override admin_token_file token_api engine kv_connector seed_first_token "
         "kv_event_source kv_event_replay_source",
     ),
     (
         "Answers",
-        "chat_template chat_template_content_format enable_auto_tool_choice tool_call_parser reasoning_parser "
-        "enable_per_request_metrics per_request_spec_decode_metrics",
+        "tokenizer chat_template chat_template_content_format enable_auto_tool_choice tool_call_parser "
+        "reasoning_parser "
+        "enable_per_request_metrics per_request_spec_decode_metrics near_tie",
     ),
     (
         "Server",
         "host port http_write_timeout shutdown_timeout api_key allowed_origins ssl_keyfile ssl_certfile ssl_ca_certs "
         "ssl_cert_reqs "
-        "ticket_key_file keys log_level log_format",
+        "ticket_key_file ticket_life keys log_level log_format",
     ),
     ("Traces", "otlp_traces_endpoint trace trace_sampling_ratio"),
 )
 _PANEL_OF = {name: panel for panel, names in _PANELS for name in names.split()}
-_ROLES, _OTHERS = "Engines of one role", "Options"
 
 
 def panel_of(name: str) -> str:
@@ -70,7 +81,7 @@ class GroupedCommand(TyperCommand):
             if record is not None:
                 panel = "Arguments" if parameter.param_type_name == "argument" else panel_of(str(parameter.name))
                 sections.setdefault(panel, []).append(record)
-        order = ["Arguments", *(panel for panel, _ in _PANELS[:1]), _ROLES, *(panel for panel, _ in _PANELS[1:])]
+        order = ["Arguments", *(panel for panel, _ in _PANELS)]
         for panel in sorted(sections, key=lambda one: order.index(one) if one in order else len(order)):
             with formatter.section(panel):
                 formatter.write_dl(sections[panel])

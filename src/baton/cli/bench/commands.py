@@ -20,19 +20,21 @@ app = typer.Typer(help="Measure servers, deployments and transports.", no_args_i
 
 Speculative = Annotated[str | None, typer.Option(help="JSON, as for vLLM.")]
 
-app.command("serve")(with_options(load_command))
-app.command("handoff")(with_options(handoff_command))
-app.command("transport")(transport_command)
+app.command("serve", short_help="Throughput and latencies of a server under load.")(with_options(load_command))
+app.command("handoff", short_help="Handoffs between two processes: time and hidden part.")(
+    with_options(handoff_command)
+)
+app.command("transport", short_help="Copies to another process, over memcpy; planning time.")(transport_command)
 
 
-@app.command("split")
+@app.command("split", short_help="P/D beside one engine: first token and decode speed.")
 def split_command(
     model: ModelArgument,
     speculative_config: Speculative = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of every prompt.")] = 512,
     num_pairs: Annotated[int, typer.Option(min=2, help="Requests to each side.")] = 30,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 32,
-    kv_mode: Annotated[Mode, typer.Option(help="push or pull.")] = "push",
+    kv_mode: Annotated[Mode, typer.Option(help="Who issues the copies: P or D.")] = "push",
     engine_flag: Annotated[list[str] | None, typer.Option(help="One more flag of the P/D engines.")] = None,
     json_output: JsonFlag = False,
 ) -> None:
@@ -52,7 +54,7 @@ def split_command(
     _show(dataclasses.asdict(figures), json_output)
 
 
-@app.command("engine")
+@app.command("engine", short_help="Engine step over bare forward; speculative over plain.")
 def engine_command(
     model: ModelArgument,
     speculative_config: Speculative = None,
