@@ -251,7 +251,7 @@ def test_other_commands(capsys: pytest.CaptureFixture[str], arguments: list[str]
     [
         (["--prefill", "-1"], "or equal to 1, got '-1' [config]"),
         (["--port=70000"], "or equal to 65535, got '70000' [config]"),
-        (["--log-level", "loud"], "'debug', 'info', 'warning', 'error'. [config]"),
+        (["--log-level", "loud"], "'--log-level': 'loud' is not one of 'debug', 'info', 'warning', 'error'. [config]"),
     ],
 )
 def test_a_usage_error_has_the_value(capsys: pytest.CaptureFixture[str], flags: list[str], end: str) -> None:
@@ -288,7 +288,7 @@ def test_routing_is_checked_before_there_are_processes(
 
 def test_a_router_that_serves_nobody(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(["router", "--port", "0"], monkeypatch, capsys)
-    assert "admin_token_file: is needed, or --prefill and --decode, or --both: without engines" in line
+    assert "prefill: is needed, with --decode, or --both: without engines" in line
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def _given_value(error: Any, text: str, arguments: Sequence[str]) -> str:
 
 def _print_usage_error(error: Any, arguments: Sequence[str]) -> None:
     """As click does, with a code. JSON logs have no usage text."""
-    text = error.format_message()
+    text = error.format_message().replace(": Value error, ", ": ")
     if error.ctx is None or text == error.ctx.get_help():  # a command without arguments
         error.show()
         return

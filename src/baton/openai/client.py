@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, Literal
 
@@ -67,6 +68,10 @@ class convert_errors(msgspec.Struct, frozen=True):
 
 
 def error_line(error: Exception) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(error, aiohttp.ClientSSLError):
+        cause = error.os_error
+        why = os.strerror(cause.errno) if (cause.errno or 0) > 0 else cause.strerror or str(cause)
+        return printable_line(f"cannot connect: {why}")
     return printable_line(str(error) or type(error).__name__)
 
 

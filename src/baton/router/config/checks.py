@@ -62,5 +62,5 @@ def new_connector(config: RouterConfig, services: Sequence[Service]) -> Connecto
             raise ConfigError(name, f"{named} has one mode")
     if not (pairs or config.both or services) and config.admin_token is None:
         why = "without engines, and without an admin token by which one could join, a router serves nobody"
-        raise ConfigError("admin_token_file", f"is needed, or --prefill and --decode, or --both: {why}")
+        raise ConfigError("prefill", f"is needed, with --decode, or --both: {why}")
     return connector
