@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import socket
+import struct
 import time
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
@@ -186,17 +188,22 @@ async def _ask_sglang(client: OpenAIClient, model: Model) -> Server:
 async def _dialled(server: Server, timeout_s: float) -> Server:
     """Adds the control addresses that nothing listens on."""
 
-    async def dial(host: str, port: int, address: str) -> str | None:
-        try:
-            async with timeout(timeout_s):
-                _, writer = await asyncio.open_connection(host, port)
-        except (OSError, asyncio.TimeoutError):
-            return address
-        writer.close()
-        return None
+    dialled = dialled_addresses(server)
+    listening = await asyncio.gather(*(is_open(host, port, timeout_s) for host, port, _ in dialled))
+    silent = [address for (_, _, address), found in zip(dialled, listening, strict=True) if not found]
+    return dataclasses.replace(server, unreached=tuple(silent))
 
-    errors = await asyncio.gather(*(dial(*address) for address in dialled_addresses(server)))
-    return dataclasses.replace(server, unreached=tuple(one for one in errors if one))
+
+async def is_open(host: str, port: int, timeout_s: float) -> bool:
+    """Whether a port takes connections. Engines do not count a reset one."""
+    try:
+        async with timeout(timeout_s):
+            _, writer = await asyncio.open_connection(host, port)
+    except (OSError, asyncio.TimeoutError):
+        return False
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.close()
+    return True
 
 
 async def _version(client: OpenAIClient) -> str | None:

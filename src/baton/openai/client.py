@@ -70,7 +70,7 @@ class convert_errors(msgspec.Struct, frozen=True):
 def error_line(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(error, aiohttp.ClientSSLError):
         cause = error.os_error
-        why = os.strerror(cause.errno) if (cause.errno or 0) > 0 else cause.strerror or str(cause)
+        why = os.strerror(cause.errno) if cause.errno and cause.errno > 0 else cause.strerror or str(cause)
         return printable_line(f"cannot connect: {why}")
     return printable_line(str(error) or type(error).__name__)
 

@@ -184,7 +184,7 @@ def request_queue() -> queue.Queue[Any] | None:
 
 
 def _check_rotary(config: Any) -> None:
-    """Raise `ConfigError` if vLLM would compute RoPE wrongly (docs/vllm-design.md, "Geometry on CPU")."""
+    """Raise `ConfigError` if vLLM would compute RoPE wrongly (docs/reference/vllm-design.md, "Geometry on CPU")."""
     model, rotary = config.model_config, "rotary_embedding"
     if not model.use_mla or not config.compilation_config.is_custom_op_enabled(rotary):
         return

@@ -1,4 +1,4 @@
-"""Makes P's first token a draft of D's first step, for a placeholder (docs/vllm-design.md, "The first step")."""
+"""P's first token as a draft of D's first step, for a placeholder (docs/reference/vllm-design.md, "The first step")."""
 
 from __future__ import annotations
 

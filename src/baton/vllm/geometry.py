@@ -1,7 +1,8 @@
 """Describes the KV cache tensors of a vLLM worker as regions and geometries, without a copy.
 
 vLLM has one view `[blocks, heads, tokens, elements]` per layer. On GPUs the attention kernels choose its strides, and a
-(head, token) entry holds K, then V. For pages on CPUs, and granularity, see docs/vllm-design.md ("Geometry on CPU").
+(head, token) entry holds K, then V. For pages on CPUs, and granularity, see docs/reference/vllm-design.md ("Geometry on
+CPU").
 """
 
 from __future__ import annotations

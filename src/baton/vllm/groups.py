@@ -96,8 +96,8 @@ class BlockCounts(Protocol):
 
 
 class EarlyBlocks:
-    """Decode legs with blocks before P's admission (docs/vllm-design.md): they leave room for the longest request,
-    against deadlock, and half of the pool. `most`: the longest's blocks, by table.
+    """Decode legs with blocks before P's admission (docs/reference/vllm-design.md): they leave room for the longest
+    request, against deadlock, and half of the pool. `most`: the longest's blocks, by table.
     """
 
     def __init__(self, cache_tables: Sequence[CacheTable], pool: BlockCounts, most: Sequence[int]) -> None:

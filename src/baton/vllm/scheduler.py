@@ -1,4 +1,4 @@
-"""The scheduler's side: legs and their blocks (docs/vllm-design.md, "The life of a request")."""
+"""The scheduler's side: legs and their blocks (docs/reference/vllm-design.md, "The life of a request")."""
 
 from __future__ import annotations
 

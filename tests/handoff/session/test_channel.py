@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import resource
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import zmq
 
+from baton.doctor.ask import is_open
 from baton.errors import ConfigError, ProtocolError
 from baton.handoff.plan.planner import Instance
 from baton.handoff.protocol.frames import decode_frame, encode_frame
@@ -389,20 +391,19 @@ def test_connections_without_the_right_keys_are_counted(
     assert ("is not authorised" if client == "unknown key" else "a connection was refused") in caplog.text
 
 
-def test_a_port_check_is_no_refused_connection(
+def test_the_port_check_of_the_doctor_is_no_refused_connection(
     opened: Callable[..., Channel], directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of `baton doctor`, or of a load balancer: with and without ZeroMQ's greeting in its buffer."""
     keyed = opened(keys=KeyRing(directory, "P"))
     host, port = keyed.address.rpartition("@")[2].rsplit(":", 1)
-    for reads in (True, False):
-        with socket.create_connection((host, int(port))) as checked:
-            if reads:
-                checked.recv(64)
-    # The listener handles connections in order: by the time a stranger is refused, the checks have been seen.
+    for _ in range(3):
+        assert asyncio.run(is_open(host, int(port), 5.0))
+    # The listener sees connections in order: those above before this one.
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.setsockopt(zmq.LINGER, 0)
         stranger.setsockopt(zmq.RECONNECT_IVL, -1)
+        stranger.curve_serverkey = zmq.curve_keypair()[0]
+        stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
         stranger.connect(f"tcp://{host}:{port}")
         stranger.send(b"")
         exchange(keyed, until=lambda: keyed.refused > 0)

@@ -24,8 +24,6 @@ _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _MONITOR_ADDRESS = "inproc://baton.refused"
 # Handshakes that failed before ZAP was asked.
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-# The client closed the connection, as port checks do.
-_LEFT = {errno.EPIPE, errno.ECONNRESET}
 
 Socket = Any
 
@@ -79,9 +77,10 @@ class Gate:
                 self._answer(parts)
 
     def _failed(self, parts: list[bytes]) -> None:
+        # A port check resets it (`doctor.ask`).
         failure = parse_monitor_message(parts)
-        if failure["event"] != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL or failure["value"] not in _LEFT:
-            self._refuse("a connection was refused: it speaks another protocol, or is of an engine with another key")
+        if failure["event"] != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL or failure["value"] != errno.ECONNRESET:
+            self._refuse("a connection was refused: a port check that closed it, or an engine with another key")
 
     def _answer(self, parts: list[bytes]) -> None:
         # Version, request id, domain, address, identity, mechanism, and for CURVE the client's public key.

@@ -1,6 +1,5 @@
-"""Sessions with peer engines: identity, compatibility, liveness, and the transport's connection of each.
-
-An unproven peer gets no transport descriptor, and cannot move or end a session (docs/protocol.md, "HELLO").
+"""Sessions with peer engines: identity, compatibility, liveness, and the transport's connection of each
+(docs/protocol.md, "HELLO").
 """
 
 from __future__ import annotations
