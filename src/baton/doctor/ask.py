@@ -195,7 +195,7 @@ async def _dialled(server: Server, timeout_s: float) -> Server:
 
 
 async def is_open(host: str, port: int, timeout_s: float) -> bool:
-    """Whether a port takes connections. Engines do not count a reset one."""
+    """Whether a port takes connections. Engines do not count resets."""
     try:
         async with timeout(timeout_s):
             _, writer = await asyncio.open_connection(host, port)

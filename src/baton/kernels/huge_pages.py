@@ -32,7 +32,7 @@ def move_heap() -> None:
 
 
 def move(what: str, pages_for: Callable[[int], Sequence[int]]) -> None:
-    """Move pages, by their numbers for a page size in bytes, if the system has huge ones."""
+    """Move pages, by numbers for a page size in bytes, if the system has huge ones."""
     size = size_in(HUGE_PAGE_SIZE)
     if size is not None:
         pages = pages_for(size)

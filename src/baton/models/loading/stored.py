@@ -31,7 +31,7 @@ _NESTED = ("model.language_model.", "language_model.model.")
 # Nemotron-H's prefixes, and the usual ones.
 _BACKBONE = {"backbone.": "model.", "model.embeddings.": "model.embed_tokens.", "model.norm_f.": "model.norm."}
 _HEAD_PARTS = "lm_head."
-# In the name of a tensor that each MTP module stored as a layer has.
+# In the name of a tensor of each MTP module stored as a layer.
 _MTP = ".eh_proj."
 _PARTS = ("model.embed_tokens.", "model.norm.", _HEAD_PARTS)
 # By safetensors' names.
