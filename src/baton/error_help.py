@@ -16,6 +16,7 @@ class ErrorHelp:
     cure: str
 
 
+OTHER_TICKET_KEY = "other_ticket_key"
 # Subclasses have their own codes; a `HandoffError` has its reason.
 CODE_BY_ERROR: dict[type[errors.BatonError], str] = {
     errors.BatonError: "engine_error",
@@ -30,11 +31,13 @@ CODE_BY_ERROR: dict[type[errors.BatonError], str] = {
     errors.EngineUnavailableError: "engine_unavailable",
     errors.EngineLostError: "engine_unavailable",
     errors.EngineStalledError: "engine_stalled",
+    errors.LegRefusedError: "refused",
     errors.DrainingError: "draining",
     errors.ShortageError: "engine_unavailable",
     errors.CapacityError: "capacity",
     errors.NonFiniteLogitsError: "nonfinite_logits",
     errors.ProtocolError: "protocol_error",
+    errors.ForeignTicketError: OTHER_TICKET_KEY,
     errors.IncompatiblePeerError: "incompatible_peer",
     errors.TicketExpiredError: "ticket_expired",
     errors.UndefinedTransitionError: "undefined_transition",
@@ -73,7 +76,10 @@ HELP: dict[str, ErrorHelp] = {
     "forbidden": ErrorHelp(
         "403",
         "administration is off, a foreign web page asked, or a leg has no valid ticket",
-        "start the router with `--admin-token-file`; give router and engines the same ticket key",
+        "start the router with `--admin-token-file`; read the engine's log",
+    ),
+    OTHER_TICKET_KEY: ErrorHelp(
+        "403", "a leg's ticket is signed with another key", "give router and engines the same ticket key"
     ),
     "model_not_found": ErrorHelp("404", "no such model is served", "take a name from `/v1/models`"),
     "not_found": ErrorHelp("404", "no such path, or no recent request with this id", "see `/docs` for the paths"),
@@ -139,7 +145,7 @@ HELP: dict[str, ErrorHelp] = {
         "an engine takes no prefix of another's cache: no room, or no checkpoint there", "nothing: it is computed"
     ),
     "queue_timeout": ErrorHelp("503, handoff", "no room within `queue_timeout_s`", "add engines, or raise the limit"),
-    "refused": _handoff("the engine refused the leg", "read the engine's log"),
+    "refused": ErrorHelp("503, handoff", "the engine refused the leg", "read the engine's log"),
     "register_refused": _handoff("D's registration is not allowed for this attempt", "check clocks, keys and versions"),
     "shutdown": ErrorHelp("503, handoff", "the engine ended with the request running", "send the request again"),
     "step_failed": _handoff("one request made a step fail", "read the engine's log; report the request"),

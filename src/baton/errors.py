@@ -12,11 +12,13 @@ BatonError
 ├── EngineUnavailableError
 │   ├── EngineLostError
 │   ├── EngineStalledError
+│   ├── LegRefusedError
 │   ├── DrainingError
 │   └── ShortageError
 ├── CapacityError
 ├── NonFiniteLogitsError
 ├── ProtocolError
+│   ├── ForeignTicketError
 │   ├── IncompatiblePeerError
 │   ├── TicketExpiredError
 │   ├── UndefinedTransitionError
@@ -99,6 +101,14 @@ class EngineStalledError(EngineUnavailableError):
     """An engine's thread has not finished its current work within `stall_timeout_s`; it may hang."""
 
 
+class LegRefusedError(EngineUnavailableError):
+    """An engine refused a leg. `code`: its own."""
+
+    def __init__(self, message: str, status: int | None = None, code: str | None = None) -> None:
+        super().__init__(message, status)
+        self.code = code
+
+
 class DrainingError(EngineUnavailableError):
     """A server is about to end. Running requests may complete; new ones are refused."""
 
@@ -130,6 +140,10 @@ class IncompatiblePeerError(ProtocolError):
         listed = "; ".join(f"{name}: here {here!r}, peer {there!r}" for name, (here, there) in fields.items())
         super().__init__(f"incompatible peer: {listed}")
         self.fields = fields
+
+
+class ForeignTicketError(ProtocolError):
+    """A ticket has another key's signature (HTTP 403)."""
 
 
 class TicketExpiredError(ProtocolError):

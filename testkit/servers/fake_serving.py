@@ -121,6 +121,7 @@ class FakeEngine:
         self.requests: list[GenerateRequest] = []
         self.outcomes: Counter[str] = Counter()
         self.running = 0
+        self.ticket_key = KEY
         self.when_lost: Callable[[], None] = lambda: None
         self.takes_any = False
         self.pause: asyncio.Event | None = None  # tokens after the first wait for it
@@ -148,6 +149,8 @@ class FakeEngine:
             raise EngineUnavailableError("the engine is down")
         if self.fail == "full" and request.num_known == 0:
             raise OverloadedError("7 requests wait already")
+        if self.fail == "refuse leg":
+            raise ProtocolError("the ticket is of another version")
         if self.fail == "refuse":
             raise RequestError("the engine refuses", "seed")
         return self._counted(request)
@@ -182,7 +185,7 @@ class FakeEngine:
         if request.handoff is not None:
             role = request.handoff.role
             signed_for = "prefill" if role == "prefill" else "decode"
-            ticket = tickets.verify_ticket(KEY, request.handoff.ticket, signed_for, self.info.clock)  # type: ignore[arg-type]
+            ticket = tickets.verify_ticket(self.ticket_key, request.handoff.ticket, signed_for, self.info.clock)  # type: ignore[arg-type]
             digest = tickets.request_digest(request.prompt_token_ids, params, request.num_prompt_tokens)
             if ticket.request_digest != digest:
                 raise ProtocolError("another request's ticket")

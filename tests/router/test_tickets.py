@@ -1,14 +1,21 @@
-"""The lifetime of a router's tickets."""
+"""The lifetime of a router's tickets, and engines that refuse them."""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
 
 from baton.handoff.protocol.ticket import verify_ticket
 from baton.router.connectors.base import ConnectorConfig
 from baton.router.connectors.tickets import mint_ticket
+from testkit.servers.fake_serving import FakeEngine, status_of
+from testkit.servers.fleets import Cluster, bare, complete, expected_answer
 
 KEY = b"k" * 32
 
@@ -27,3 +34,91 @@ async def test_a_ticket_lives_as_long_as_the_router_is_told() -> None:
     )
     assert 30.0 <= ticket.prefill_expiry - 1000.0 < 60.0
     assert 30.0 <= ticket.decode_expiry - 77.0 < 60.0
+
+
+def give_other_key(*engines: FakeEngine) -> None:
+    for engine in engines:
+        engine.ticket_key = b"o" * 32
+
+
+async def alarms(session: aiohttp.ClientSession, url: str) -> list[str]:
+    return [text for text in (await status_of(session, url))["alarms"] if "another ticket key" in text]
+
+
+@pytest.mark.parametrize(
+    ("other", "counts", "why"),
+    [
+        (["p0"], (1, 1), "no_prefill_engine"),
+        (["d0"], (1, 1), "no_decode_engine"),
+        (["p0", "p1"], (2, 1), "no_prefill_engine"),
+        (["p0"], (2, 1), "handed_off"),
+        (["d0"], (1, 2), "handed_off"),
+        (["p0", "d0"], (2, 2), "handed_off"),
+    ],
+)
+async def test_engines_with_another_key_cost_no_request(
+    directory: Path, other: list[str], counts: tuple[int, int], why: str
+) -> None:
+    """The first request that meets one is served elsewhere, `/status` names it, and it gets no others."""
+    cluster = Cluster(directory, *counts)
+    engines = {f"p{i}": one for i, one in enumerate(cluster.prefills)}
+    engines |= {f"d{i}": one for i, one in enumerate(cluster.decodes)}
+    strangers = [engines[name] for name in other]
+    give_other_key(*strangers)
+    async with cluster.run() as (url, session):
+        expected = await expected_answer(directory, session)
+        for _ in range(4):
+            status, answer = await complete(session, url)
+            assert status == 200, answer
+            assert bare(answer) == expected
+        # Two, if both legs of the first request were refused.
+        assert {len(one.requests) for one in strangers} <= {1, 2}
+        assert len(await alarms(session, url)) == len(strangers)
+        state = await status_of(session, url)
+        assert sum(engine["healthy"] for engine in state["engines"]) == sum(counts) - len(strangers)
+        assert state["handoffs"]["failures"] == {"refused": len(strangers)}
+        assert state["decisions"][why] >= 3
+
+
+async def test_all_engines_have_another_key(directory: Path) -> None:
+    cluster = Cluster(directory, 1, 1)
+    give_other_key(*cluster.prefills, *cluster.decodes)
+    async with cluster.run(recovery="none") as (url, session):
+        answers = [await complete(session, url) for _ in range(3)]
+        assert [status for status, _ in answers] == [503] * 3
+        assert [answer["error"]["code"] for _, answer in answers] == ["refused", "refused", "engine_unavailable"]
+        assert "another ticket key" in answers[2][1]["error"]["message"]
+        assert len(await alarms(session, url)) == 2
+        async with session.get(f"{url}/health") as response:
+            assert response.status == 503
+
+
+async def test_an_engine_is_used_again_once_it_restarts_with_the_key(directory: Path) -> None:
+    cluster = Cluster(directory, 1, 1)
+    (prefill,) = cluster.prefills
+    key = prefill.ticket_key
+    give_other_key(prefill)
+    async with cluster.run() as (url, session):
+        assert (await complete(session, url))[0] == 200
+        assert len(await alarms(session, url)) == 1
+        prefill.ticket_key, prefill.info = key, msgspec.structs.replace(prefill.info, incarnation="2")
+        while await alarms(session, url):
+            await asyncio.sleep(0.01)
+        assert (await complete(session, url))[0] == 200
+        assert (await status_of(session, url))["handoffs"]["completed"] == 1
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_leg_that_only_one_engine_refuses(directory: Path, role: str) -> None:
+    """Another reason may hold for this request alone: the other engine serves it, and the next is tried again."""
+    cluster = Cluster(directory, 1, 1)
+    (refusing,) = cluster.prefills if role == "prefill" else cluster.decodes
+    refusing.fail = "refuse leg"
+    async with cluster.run() as (url, session):
+        expected = await expected_answer(directory, session)
+        for number in (1, 2):
+            status, answer = await complete(session, url)
+            assert status == 200, answer
+            assert bare(answer) == expected
+            assert len(refusing.requests) == number
+        assert all(engine["healthy"] for engine in (await status_of(session, url))["engines"])

@@ -12,7 +12,14 @@ from baton.comparison import token_identity
 from baton.engine.request import Request
 from baton.engine.sampling.bad_words import BadWords
 from baton.engine.sampling.sampling_state import SamplingState
-from baton.errors import ForbiddenError, IncompatiblePeerError, ProtocolError, RequestError, WrongEngineError
+from baton.errors import (
+    ForbiddenError,
+    ForeignTicketError,
+    IncompatiblePeerError,
+    ProtocolError,
+    RequestError,
+    WrongEngineError,
+)
 from baton.handoff.protocol.ticket import SignedTicket, prefix_digest, request_digest
 from baton.log_limit import LogLimit
 from baton.sampling_params import MIN_TEMPERATURE, seed_word
@@ -29,8 +36,8 @@ log.addFilter(LogLimit())
 
 
 def make_request(engine: Engine, wire: GenerateRequest) -> Request:
-    """Raises `RequestError`, `ForbiddenError` for an invalid ticket, `WrongEngineError` for another engine's, and
-    `IncompatiblePeerError` as `check_identity`.
+    """Raises `RequestError`, `ForbiddenError` or `ForeignTicketError` for an invalid ticket,
+    `WrongEngineError` for another engine's, and `IncompatiblePeerError` as `check_identity`.
     """
     info = engine.info
     params = wire.sampling_params.check(info.vocab_size)
@@ -123,7 +130,7 @@ def _ticket(engine: Engine, wire: GenerateRequest) -> SignedTicket:
         return ticket
     except ProtocolError as error:
         log.warning("refused the ticket of a request: %s", error)
-        if isinstance(error, WrongEngineError):
-            # The router may not know of a restart yet.
+        if isinstance(error, WrongEngineError | ForeignTicketError):
+            # The router may not know of a restart yet, or of its key.
             raise
         raise ForbiddenError(str(error), "handoff") from None

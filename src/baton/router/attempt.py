@@ -24,6 +24,7 @@ class RequestProgress:
     joined: Joined
     hand_off: bool  # the next attempt must be a handoff
     tried: list[PooledEngine] = field(default_factory=list)  # engines that failed
+    refused: list[PooledEngine] = field(default_factory=list)
     attempt: int = 0
     fruitless: int = 0  # attempts in a row without a new token
     decided: bool = False  # an engine has accepted the request

@@ -30,6 +30,8 @@ from baton.wire import EngineLoad, Role
 
 logger = logging.getLogger(__name__)
 
+_BARRED = "it refuses this router's tickets: they are signed with another ticket key than its own"
+
 NewClient = Callable[[aiohttp.ClientSession, str, RouterTimers, Role], EngineClient]
 
 
@@ -177,6 +179,12 @@ class EnginePool:
             others = [other for other in self.engines if other is not engine and split_rank(other.url)[0] == server]
             await asyncio.shield(asyncio.gather(*map(self._start_check, others)))
 
+    def bar(self, engine: PooledEngine) -> None:
+        """Until it restarts: keys are read at start."""
+        if engine.info is not None and engine.barred != engine.info.incarnation:
+            engine.barred, engine.problem = engine.info.incarnation, _BARRED
+            logger.error("engine %s (%s) gets no requests: %s", engine.url, engine.role, _BARRED)
+
     async def has_died(self, engine: PooledEngine) -> bool:
         await self.refresh(engine)
         return engine.gone and not engine.draining
@@ -245,10 +253,11 @@ class EnginePool:
             clock = asyncio.get_running_loop().time
             held = self.readers.follow(engine.url, info)
             engine.known = held or KnownPrefixes(info.prefix_step, info.kv_tokens, clock)
-        if engine.problem is not None and self._engines.get(engine.url) is engine:
+        problem = _BARRED if engine.barred == info.incarnation else None
+        if engine.problem is not None and problem is None and self._engines.get(engine.url) is engine:
             logger.info("engine %s: %s can be used", engine.url, info.engine_id)
             self.identity.warn_of_rounding(engine, info)
-        engine.info, engine.problem = info, None
+        engine.info, engine.problem = info, problem
         engine.draining = engine.leaving
         engine.answered, engine.num_silent = asyncio.get_running_loop().time(), 0
         engine.gone = engine.evicted = engine.unasked = False

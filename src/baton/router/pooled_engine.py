@@ -87,6 +87,7 @@ class PooledEngine:
     gone: bool = False
     unasked: bool = False  # this process had no descriptor to ask; the engine keeps its last state
     evicted: bool = False  # its lease has expired, and its legs were failed
+    barred: str | None = None  # the incarnation that has another ticket key
     draining: bool = False  # no new requests, by its own report or the operator's (`leaving`)
     leaving: bool = False
     known: Prefixes = field(default_factory=KnownPrefixes)  # prefixes that it probably holds

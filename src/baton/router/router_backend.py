@@ -12,12 +12,13 @@ from typing import Any, get_args
 
 import msgspec
 
-from baton.error_help import code_of
+from baton.error_help import OTHER_TICKET_KEY, code_of
 from baton.errors import (
     BatonError,
     EngineLostError,
     EngineUnavailableError,
     HandoffError,
+    LegRefusedError,
     OverloadedError,
     ProtocolError,
     RequestError,
@@ -153,7 +154,7 @@ class RouterBackend:
         route, again = progress.route, progress.decided
         if route is None:
             patience_s = self.pool.timers.patience if progress.attempt else 0.0
-            route = await self._choose(rest, progress.tried, progress.hand_off, patience_s)
+            route = await self._choose(rest, progress, patience_s)
         if again:
             self.decisions.took_again(route.why)
         elif route.max_prefill_tokens is None:
@@ -187,6 +188,8 @@ class RouterBackend:
         # A decode engine that reports an error is healthy: the prefill engine failed.
         blamed = route.prefill if failed.leg == "prefill" or failed.reported else None
         lost = blamed or route.decode
+        if isinstance(error, LegRefusedError) and error.code == OTHER_TICKET_KEY:
+            self.pool.bar(lost)
         # Another engine of the role may have room. Resumed requests are never refused for overload.
         full = isinstance(error, OverloadedError) and not joined.token_ids
         if full and not self.pool.has_other(lost, progress.tried):
@@ -204,6 +207,8 @@ class RouterBackend:
         self.observer.on_recovery(joined.request.request_id, rung, failed)
         logger.warning("%s: going on from %d tokens: %s", joined.request.request_id, len(joined.token_ids), failed)
         progress.tried.append(lost)
+        if isinstance(error, LegRefusedError) and self._connector.computes_alone:
+            progress.refused.append(lost)
 
     def ready(self) -> bool:
         return bool(self.pool.usable(healthy=True))
@@ -213,16 +218,16 @@ class RouterBackend:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
 
-    async def _choose(
-        self, request: GenerateRequest, tried: list[PooledEngine], hand_off: bool, patience_s: float
-    ) -> Route:
+    async def _choose(self, request: GenerateRequest, progress: RequestProgress, patience_s: float) -> Route:
         """Waits up to `patience_s`. Raises `EngineUnavailableError`."""
         deadline = asyncio.get_running_loop().time() + patience_s
         while True:
             self.pool.read_loads()
-            route = self._routes.choose(request, tried, hand_off, session_of(CALLER.get()))
-            if route is not None:
-                return route
+            tried, hand_off, session = progress.tried, progress.hand_off, session_of(CALLER.get())
+            for refused in (progress.refused, ()):
+                route = self._routes.choose(request, tried, hand_off, session, refused)
+                if route is not None:
+                    return route
             if asyncio.get_running_loop().time() >= deadline:
                 problems = [f"{e.url}: {e.problem}" for e in self.pool.engines if e.problem is not None]
                 problems += [

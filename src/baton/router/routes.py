@@ -104,10 +104,16 @@ class Routes:
         return self._policies.config
 
     def choose(
-        self, request: GenerateRequest, tried: Sequence[PooledEngine], hand_off: bool, session: str | None = None
+        self,
+        request: GenerateRequest,
+        tried: Sequence[PooledEngine],
+        hand_off: bool,
+        session: str | None = None,
+        refused: Sequence[PooledEngine] = (),
     ) -> Route | None:
         """A route over healthy engines, else suspected ones, else None. Engines in `tried` are a last choice for their
-        role. `hand_off`: even if the decode engine holds the prompt. `session`: the conversation id.
+        role, those in `refused` none. `hand_off`: even if the decode engine holds the prompt. `session`: the
+        conversation id.
 
         Raises `OverloadedError` if all engines of a needed role are overloaded, except for a resumed request.
         """
@@ -116,7 +122,7 @@ class Routes:
             usable = self._pool.usable(healthy)
             mine: dict[Role, list[PooledEngine]] = {"prefill": [], "decode": [], "both": []}
             for engine in usable:
-                if engine.may_serve(request):
+                if engine.may_serve(request) and engine not in refused:
                     mine[engine.role].append(engine)
             if tried:
                 mine = {role: [e for e in able if e not in tried] or able for role, able in mine.items()}

@@ -19,7 +19,14 @@ import msgspec
 from msgspec import Meta
 
 from baton.directories import own_secret
-from baton.errors import ConfigError, EngineUnavailableError, ProtocolError, TicketExpiredError, WrongEngineError
+from baton.errors import (
+    ConfigError,
+    EngineUnavailableError,
+    ForeignTicketError,
+    ProtocolError,
+    TicketExpiredError,
+    WrongEngineError,
+)
 from baton.handoff.plan.topology import MAX_RANKS
 from baton.handoff.protocol.messages import AttemptKey, Name, TransferId
 from baton.sampling_params import SamplingParams
@@ -152,7 +159,7 @@ def verify_ticket(key: bytes, text: str, role: LegRole, now: float) -> SignedTic
     """Checks the signature, decodes, and checks that the ticket expires after `now`, in this engine's monotonic
     seconds.
 
-    Raises `ProtocolError`, or `TicketExpiredError` if only its time is over.
+    Raises `ProtocolError`: `ForeignTicketError` for another key, `TicketExpiredError` if only its time is over.
     """
     if len(text) > MAX_TICKET_CHARS:
         raise ProtocolError("ticket is too long")
@@ -163,7 +170,7 @@ def verify_ticket(key: bytes, text: str, role: LegRole, now: float) -> SignedTic
         raise ProtocolError("ticket is not base64url") from error
     body, mac = signed[:-_MAC_BYTES], signed[-_MAC_BYTES:]
     if not hmac.compare_digest(mac, hmac.digest(key, _CONTEXT + body, "sha256")):
-        raise ProtocolError("ticket signature does not match")
+        raise ForeignTicketError("ticket signature does not match: it is signed with another ticket key")
     try:
         ticket = _decoder.decode(body)
     except (msgspec.MsgspecError, ValueError) as error:

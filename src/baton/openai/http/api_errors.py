@@ -14,6 +14,7 @@ from baton.errors import (
     CapacityError,
     EngineUnavailableError,
     ForbiddenError,
+    ForeignTicketError,
     HandoffError,
     InvalidApiKeyError,
     OverloadedError,
@@ -78,6 +79,7 @@ _STATUS_BY_ERROR: tuple[tuple[type[BatonError], int, str], ...] = (
     (OverloadedError, 429, "rate_limit_error"),
     (CapacityError, 400, "invalid_request_error"),
     (EngineUnavailableError, 503, "service_unavailable_error"),
+    (ForeignTicketError, 403, "permission_error"),
     (ProtocolError, 409, "server_error"),
     (BatonError, 500, "server_error"),
 )

@@ -20,6 +20,7 @@ from baton.errors import (
     DrainingError,
     EngineLostError,
     EngineUnavailableError,
+    LegRefusedError,
     OverloadedError,
     ProtocolError,
     RequestError,
@@ -110,8 +111,8 @@ class EngineClient(ABC):
     def generate(self, request: GenerateRequest) -> Chunks:
         """Closing the generator closes the connection, which aborts the request.
 
-        Raises `RequestError` (refused for good), `EngineUnavailableError` (not reached, or this attempt is refused),
-        `EngineLostError` (the engine may have taken the request and was lost) or `ProtocolError`.
+        Raises `RequestError` (refused for good), `LegRefusedError`, `EngineUnavailableError` (not reached, or
+        it cannot serve now), `EngineLostError` (the engine may have taken the request and was lost) or `ProtocolError`.
         """
 
     def _answer(self, path: str, body: Sequence[bytes], line_bytes: int) -> AbstractAsyncContextManager[LegResponse]:
@@ -230,4 +231,6 @@ def error_of_response(url: str, status: int, body: bytes) -> BatonError:
         return RequestError(message, said.param)
     if status == 429:
         return OverloadedError(f"engine {url}: {message}")
-    return EngineUnavailableError(f"engine {url}: {message}")
+    if status == 503:
+        return EngineUnavailableError(f"engine {url}: {message}")
+    return LegRefusedError(f"engine {url}: {message}", status, said.code if isinstance(said.code, str) else None)
