@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-from baton.errors import is_refusal, reason_label
+from baton.errors import BatonError, is_refusal, reason_label
 from baton.openai.backend import Take
 from baton.openai.http.api_errors import error_of_chunk
 from baton.router.connectors.base import HandoffOutcome
@@ -29,6 +29,7 @@ class RequestProgress:
     fruitless: int = 0  # attempts in a row without a new token
     decided: bool = False  # an engine has accepted the request
     route: Route | None = None  # if known already, of the next attempt
+    ended: list[BatonError] = field(default_factory=list)  # to raise, where no local variable holds it
 
 
 @dataclass(slots=True)

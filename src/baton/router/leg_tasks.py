@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+from baton.errors import BatonError
 from baton.openai.backend import Take
 from baton.timeouts import timeout
 from baton.wire import LegRole, TokenChunk
@@ -18,6 +19,7 @@ _THEN_S = 0.001
 Chunks = AsyncGenerator[TokenChunk, Take | None]
 # A leg, or an awaitable that prepares it. None: no leg after all.
 LegSource = Chunks | Callable[[], Awaitable[Chunks | None]]
+E = TypeVar("E", bound=Exception)
 LegItem = tuple[LegRole, TokenChunk | BaseException | None]  # None: the leg has ended
 
 
@@ -134,11 +136,20 @@ async def _read(leg: LegRole, source: LegSource, items: LegItems, watches: Seque
         finally:
             for watch in watches:
                 watch.on_end(error)
+            error = None  # its traceback holds this frame
             if chunks is not None:
                 await chunks.aclose()
         items.put_nowait((leg, None))
+    except BatonError as failed:
+        items.put_nowait((leg, without_frames(failed)))
     except Exception as failed:
         items.put_nowait((leg, failed))
+
+
+def without_frames(error: E) -> E:
+    """A traceback's frames hold prompts, and often the error itself until a garbage collection."""
+    error.__traceback__ = error.__context__ = None
+    return error
 
 
 def _taking(items: LegItems, watches: Sequence[LegWatch]) -> Take:

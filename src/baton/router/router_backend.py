@@ -33,7 +33,7 @@ from baton.router.concurrency import ConcurrencyLimit
 from baton.router.connectors.base import Connector, HandoffOutcome, Legs
 from baton.router.hand_back import HandBacks, HandBackWatch
 from baton.router.join import Joined, LegFailed, TokenMismatch, join_legs
-from baton.router.leg_tasks import Chunks, LegItems
+from baton.router.leg_tasks import Chunks, LegItems, without_frames
 from baton.router.near_tie import measure_gap
 from baton.router.observer import RequestObserver
 from baton.router.policies import PolicyConfig, create_policies
@@ -140,14 +140,17 @@ class RouterBackend:
                                     yield new
                         return
                     except TokenMismatch as mismatch:
-                        await self._resolve_mismatch(progress, route, mismatch)
+                        await self._resolve_mismatch(progress, route, without_frames(mismatch))
                     except LegFailed as failed:
-                        await self._recover(progress, route, rest, failed, num_known)
+                        await self._recover(progress, route, rest, without_frames(failed), num_known)
                     except ProtocolError as error:
-                        await self._recover(progress, route, rest, LegFailed("decode", error), num_known)
+                        failed = LegFailed("decode", without_frames(error))
+                        await self._recover(progress, route, rest, failed, num_known)
                     finally:
                         if len(joined.token_ids) > max(num_known, 1):  # the decode engine has added tokens
                             self._routes.served(route, request, joined.token_ids)
+                    if progress.ended:
+                        raise progress.ended.pop()
 
     async def _next_route(self, progress: RequestProgress, rest: GenerateRequest) -> Route:
         """Counts the route as a decision unless its engine may still decline."""
@@ -163,10 +166,11 @@ class RouterBackend:
         return route
 
     async def _resolve_mismatch(self, progress: RequestProgress, route: Route, mismatch: TokenMismatch) -> None:
-        """At a near-tie, let the decode engine continue from the client's tokens, else raise `mismatch`."""
+        """At a near-tie, let the decode engine continue from the client's tokens, else end with `mismatch`."""
         if route.prefill is None or not await self._is_near_tie(progress.joined, mismatch, route.prefill):
             self.failures[mismatch.reason] += 1
-            raise mismatch
+            progress.ended.append(mismatch)
+            return
         self.near_ties += 1
         progress.attempt += 1
         progress.route = Route("resumed", route.decode)
@@ -174,7 +178,7 @@ class RouterBackend:
     async def _recover(
         self, progress: RequestProgress, route: Route, rest: GenerateRequest, failed: LegFailed, num_known: int
     ) -> None:
-        """Prepare another attempt, or raise the error of the failed one. `num_known`: output tokens when it began."""
+        """Prepare another attempt, or end with the failed one's error. `num_known`: output tokens when it began."""
         if failed.reported and await self.pool.has_died(route.decode):
             failed = LegFailed("decode", EngineLostError(str(failed.error)))
         joined, error = progress.joined, failed.error
@@ -193,16 +197,19 @@ class RouterBackend:
         # Another engine of the role may have room. Resumed requests are never refused for overload.
         full = isinstance(error, OverloadedError) and not joined.token_ids
         if full and not self.pool.has_other(lost, progress.tried):
-            raise error
+            progress.ended.append(error)
+            return
         if not isinstance(error, OverloadedError) and not (lost.evicted or lost.suspected):
             await self.pool.refresh(lost)
         if not full:
             progress.fruitless = 1 if len(joined.token_ids) > num_known else progress.fruitless + 1
         rung = _next_recovery(failed, bool(joined.token_ids))
-        if rung is None or not allows_recovery(self._recovery, rung) or progress.fruitless >= MAX_ATTEMPTS:
-            raise error
-        if joined.token_ids and not self._connector.can_resume(joined.request.sampling_params):
-            raise error
+        over = progress.fruitless >= MAX_ATTEMPTS
+        if joined.token_ids:
+            over |= not self._connector.can_resume(joined.request.sampling_params)
+        if over or rung is None or not allows_recovery(self._recovery, rung):
+            progress.ended.append(error)
+            return
         self.recoveries[rung] += 1
         self.observer.on_recovery(joined.request.request_id, rung, failed)
         logger.warning("%s: going on from %d tokens: %s", joined.request.request_id, len(joined.token_ids), failed)
