@@ -17,6 +17,7 @@ from baton.openai.http.limits import HttpLimits
 logger = logging.getLogger(__name__)
 logger.addFilter(LogLimit())  # any client may cause these lines
 
+LINGER_S = 2.0
 _BODY_TYPE = "application/json"
 
 
@@ -196,8 +197,10 @@ class ClientConnection(web.RequestHandler):
         else:
             logger.error("a request could not be answered", exc_info=exc)
             error = ApiError(status, "internal error", "server_error", None, "internal_error")
-        response = web.Response(status=status, body=error.body(), content_type=_BODY_TYPE)
+        response = _LastResponse(status=status, body=error.body(), content_type=_BODY_TYPE)
         response.force_close()
+        response.to = self._open
+        self.discard()
         return response
 
     def log_exception(self, *args: Any, **options: Any) -> None:
@@ -237,6 +240,18 @@ class ClientConnection(web.RequestHandler):
         head = f"HTTP/1.1 408 Request Timeout\r\nContent-Type: {_BODY_TYPE}\r\nContent-Length: {len(body)}\r\n"
         self.transport.write(head.encode() + b"Connection: close\r\n\r\n" + body)
         self.force_close()
+
+
+class _LastResponse(web.Response):
+    """Closing with bytes unread would reset the connection before the client has this response."""
+
+    to: asyncio.Transport | None = None
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        await super().write_eof(data)
+        if self.to is not None and self.to.can_write_eof():
+            self.to.write_eof()
+        await asyncio.sleep(LINGER_S)  # ends when the client closes
 
 
 class Stream(web.StreamResponse):

@@ -19,7 +19,7 @@ from aiohttp import web
 from baton.errors import ConfigError
 from baton.openai.http.accepting import Acceptor
 from baton.openai.http.app import DRAIN, LIMITS, TLS
-from baton.openai.http.connections import ClientConnection, WriteBacklog
+from baton.openai.http.connections import LINGER_S, ClientConnection, WriteBacklog
 from baton.openai.http.limits import HttpLimits
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ async def served(app: web.Application, listener: socket.socket) -> AsyncIterator
                 access_log=None,
                 keepalive_timeout=limits.keep_alive_s,
                 tcp_keepalive=False,
-                lingering_time=2.0,
+                lingering_time=LINGER_S,
                 auto_decompress=False,  # it would run before the checks of key and route
             )
 
