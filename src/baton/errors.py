@@ -102,7 +102,7 @@ class EngineStalledError(EngineUnavailableError):
 
 
 class LegRefusedError(EngineUnavailableError):
-    """An engine refused a leg. `code`: its own."""
+    """`code`: the engine's."""
 
     def __init__(self, message: str, status: int | None = None, code: str | None = None) -> None:
         super().__init__(message, status)
@@ -143,7 +143,7 @@ class IncompatiblePeerError(ProtocolError):
 
 
 class ForeignTicketError(ProtocolError):
-    """A ticket has another key's signature (HTTP 403)."""
+    """Signed with another key (HTTP 403)."""
 
 
 class TicketExpiredError(ProtocolError):

@@ -154,6 +154,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     - `num_cached_tokens`: prompt tokens that were found in the prefix cache; with a `prefix_len`, those that are there.
     - `window_start`: of a prefix's source: the first entry that it has of its windows.
     - `timings`: if requested; once, with the first tokens of a leg.
+    - `handoff_error`: `"<reason>: <message>"` of a failed handoff; once, with the tokens computed instead.
     - `error`: `"<reason>: <message>"`, only with `finish_reason == "error"`. `recoverable`: another engine may be able
       to continue.
     """
@@ -171,12 +172,13 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     window_start: WholeNumber = 0
     queued_s: float | None = None
     timings: LegTimings | None = None
+    handoff_error: str | None = None
     error: str | None = None
     recoverable: bool = False
 
     def only_adds_tokens(self) -> bool:
-        """No end, logprobs or queue time."""
-        if self.finish_reason is not None or self.queued_s is not None:
+        """No end, logprobs, queue time or failed handoff."""
+        if self.finish_reason is not None or self.queued_s is not None or self.handoff_error is not None:
             return False
         return self.logprobs is None and self.prompt_logprobs is None
 

@@ -79,7 +79,8 @@ class FakeEngine:
 
     The first token comes alone, as after a prefill. A prefill leg ends after it and hands the rest to the decode leg of
     the same transfer, through `handed`, which both engines of a test share; the decode leg also sends that token. A
-    resumed request continues after its known tokens. `fail` names a misbehaviour, `fail_after` the number of output
+    resumed request continues after its known tokens. `parted`: errors of handoffs from a prefill engine, by its
+    incarnation. `fail` names a misbehaviour, `fail_after` the number of output
     tokens after which a decode leg shows it. `queued_s`: the queue time that it reports.
     """
 
@@ -122,6 +123,7 @@ class FakeEngine:
         self.outcomes: Counter[str] = Counter()
         self.running = 0
         self.ticket_key = KEY
+        self.parted: dict[str, str] = {}
         self.when_lost: Callable[[], None] = lambda: None
         self.takes_any = False
         self.pause: asyncio.Event | None = None  # tokens after the first wait for it
@@ -181,7 +183,7 @@ class FakeEngine:
         # An engine cannot tell which engine made the tokens with which a request begins.
         taken = request.prompt_token_ids[len(request.prompt_token_ids) - known :] == output[:known]
         assert taken or self.takes_any
-        role, start = "both", known
+        role, start, parted = "both", known, None
         if request.handoff is not None:
             role = request.handoff.role
             signed_for = "prefill" if role == "prefill" else "decode"
@@ -189,6 +191,7 @@ class FakeEngine:
             digest = tickets.request_digest(request.prompt_token_ids, params, request.num_prompt_tokens)
             if ticket.request_digest != digest:
                 raise ProtocolError("another request's ticket")
+            parted = self.parted.get(ticket.prefill_incarnation)
             future = self.handed.setdefault(ticket.transfer_id, asyncio.get_running_loop().create_future())
         if request.max_prefill_tokens is not None and self.fail == "evicted":
             error = "prefix_missing: too much of the prompt is not here"
@@ -202,7 +205,11 @@ class FakeEngine:
                 self.fail = None
                 yield TokenChunk(request_id=name, finish_reason="error", error="lease_expired: P", recoverable=True)
                 return
-            await future
+            if parted is not None and parted.startswith("incompatible_peer"):
+                yield TokenChunk(request_id=name, finish_reason="error", error=parted)
+                return
+            if parted is None:
+                await future
             yield TokenChunk(request_id=name)  # its first chunk may be empty
         elif self.fail == "nothing left":
             error = "invalid_request: bad_words: no token is left"
@@ -231,6 +238,7 @@ class FakeEngine:
                 drafted=[self.accept or 1] if position else [],
                 finish_reason=reason if ends else None,  # type: ignore[arg-type]
                 num_cached_tokens=1,
+                handoff_error=parted if position == 0 else None,
                 queued_s=self.queued_s if position == 0 and role != "decode" else None,
             )
             if role == "prefill":

@@ -79,6 +79,7 @@ class Cluster:
         self.decodes = [FakeEngine(directory, role="decode", handed=handed) for _ in range(num_decode)]
         self._running: dict[int, asyncio.Event] = {}
         self.apps: dict[FakeEngine, web.Application] = {}
+        self.url_of: dict[FakeEngine, str] = {}
 
     def stop(self, engine: FakeEngine) -> None:
         self._running[id(engine)].clear()
@@ -110,6 +111,7 @@ class Cluster:
         """`settled`: the router has heard each engine before the test begins, so that it takes them in their order."""
         async with contextlib.AsyncExitStack() as stack:
             urls = [await stack.enter_async_context(served(self.app(e))) for e in self.prefills + self.decodes]
+            self.url_of = dict(zip(self.prefills + self.decodes, urls, strict=True))
             settings = RouterConfig(
                 prefill=tuple(urls[: len(self.prefills)]),
                 decode=tuple(urls[len(self.prefills) :]),

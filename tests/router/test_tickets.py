@@ -1,8 +1,9 @@
-"""The lifetime of a router's tickets, and engines that refuse them."""
+"""The lifetime of a router's tickets, and engines that refuse them, or each other."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from baton.handoff.protocol.ticket import verify_ticket
 from baton.router.connectors.base import ConnectorConfig
 from baton.router.connectors.tickets import mint_ticket
+from baton.router.pooled_engine import Pairs, PooledEngine
 from testkit.servers.fake_serving import FakeEngine, status_of
 from testkit.servers.fleets import Cluster, bare, complete, expected_answer
 
@@ -122,3 +124,63 @@ async def test_a_leg_that_only_one_engine_refuses(directory: Path, role: str) ->
             assert bare(answer) == expected
             assert len(refusing.requests) == number
         assert all(engine["healthy"] for engine in (await status_of(session, url))["engines"])
+
+
+@pytest.mark.parametrize("reason", ["incompatible_peer", "unreachable_peer", "unhealthy_peer"])
+@pytest.mark.parametrize(("num_prefill", "why"), [(1, "no_prefill_engine"), (2, "handed_off")])
+async def test_engines_that_refuse_each_other_cost_no_request(
+    directory: Path, reason: str, num_prefill: int, why: str
+) -> None:
+    """The first handoff tells the router, which names the pair and uses others."""
+    cluster = Cluster(directory, num_prefill, 1)
+    for number, engine in enumerate(cluster.prefills):
+        engine.info = msgspec.structs.replace(engine.info, engine_id=f"p{number}", incarnation=f"p{number}")
+    cluster.decodes[0].parted["p0"] = f"{reason}: the one thing differs"
+    async with cluster.run() as (url, session):
+        expected = await expected_answer(directory, session)
+        for _ in range(4):
+            status, answer = await complete(session, url)
+            assert status == 200, answer
+            assert bare(answer) == expected
+        state = await status_of(session, url)
+        assert len(cluster.prefills[0].requests) == 1
+        (alarm,) = state["alarms"]
+        assert cluster.url_of[cluster.prefills[0]] in alarm
+        assert cluster.url_of[cluster.decodes[0]] in alarm
+        assert alarm.endswith(f"{reason}: the one thing differs")
+        assert state["handoffs"]["failures"] == {reason: 1}
+        assert state["handoffs"]["failed"] == 1
+        assert (state["handoffs"]["completed"] >= 3) == (num_prefill > 1)
+        assert state["decisions"][why] >= 3
+        # After a restart they are tried again.
+        cluster.prefills[0].info = msgspec.structs.replace(cluster.prefills[0].info, incarnation="new")
+        while (await status_of(session, url))["alarms"]:
+            await asyncio.sleep(0.01)
+        assert [(await complete(session, url))[0] for _ in range(2)] == [200, 200]
+        assert len(cluster.prefills[0].requests) >= 2
+
+
+async def test_no_token_of_an_incompatible_engine_is_continued_from(directory: Path) -> None:
+    """The decode engine computes the first token too. If it differs, the request fails."""
+    cluster = Cluster(directory, 1, 1)
+    prefill, decode = cluster.prefills[0], cluster.decodes[0]
+    decode.parted[prefill.info.incarnation] = "incompatible_peer: the one thing differs"
+    prefill.tokens = prefill.tokens[5:]
+    async with cluster.run() as (url, session):
+        status, answer = await complete(session, url)
+        assert (status, answer["error"]["code"]) == (500, "token_mismatch")
+        assert bare((await complete(session, url))[1]) == await expected_answer(directory, session)
+
+
+@pytest.mark.parametrize(
+    ("reason", "unused_s"), [("no_room", 0.0), ("unreachable_peer", 30.0), ("incompatible_peer", math.inf)]
+)
+def test_a_pair_is_tried_again_later(reason: str, unused_s: float) -> None:
+    now = 0.0
+    pairs = Pairs(lambda: now)
+    p, d = (PooledEngine(None, "both", SimpleNamespace(engine_id=i, incarnation=i)) for i in "pd")  # type: ignore[arg-type]
+    pairs.note(p, d, f"{reason}: why")
+    assert pairs.why_not(p, d) == (f"{reason}: why" if unused_s else None)
+    assert pairs.why_not(d, p) is None
+    now = 30.5
+    assert pairs.why_not(p, d) == (f"{reason}: why" if unused_s > now else None)

@@ -35,8 +35,9 @@ def step_chunk(
         queued_s=request.times.queued_s if position == 0 else None,
         timings=_timings(request, clock),
         prompt_logprobs=(request.prompt_logprobs or None) if position == 0 else None,
+        handoff_error=request.handoff_error,
     )
-    seed, request.seed = request.seed, None
+    seed, request.seed, request.handoff_error = request.seed, None, None
     return chunk if seed is None else _with_seed(seed, chunk)
 
 

@@ -80,6 +80,7 @@ class Request:
         self.prompt_logprobs: list[TokenLogprobs | None] = [None] * (self.num_prompt if scores else 0)
         self.first_logprobs: TokenLogprobs | None = None
         self.finish_reason: FinishReason | None = None
+        self.handoff_error: str | None = None  # until it is sent
         self.seed: TokenChunk | None = None  # a handoff's first token, until the first step
 
         # Life in this engine.

@@ -131,6 +131,6 @@ def _ticket(engine: Engine, wire: GenerateRequest) -> SignedTicket:
     except ProtocolError as error:
         log.warning("refused the ticket of a request: %s", error)
         if isinstance(error, WrongEngineError | ForeignTicketError):
-            # The router may not know of a restart yet, or of its key.
+            # The router may not know of a restart yet.
             raise
         raise ForbiddenError(str(error), "handoff") from None

@@ -130,7 +130,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
 class ErrorFields(msgspec.Struct, frozen=True):
     message: str | None = None
     param: str | None = None
-    code: Any = None  # of vLLM a number
+    code: Any = None
 
 
 class _Error(msgspec.Struct, frozen=True):

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from baton.errors import (
+    BatonError,
     ConfigError,
     EngineLostError,
     EngineUnavailableError,
@@ -57,6 +58,8 @@ class convert_errors(msgspec.Struct, frozen=True):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is None:
             return
+        if not isinstance(error, BatonError):
+            error.__traceback__ = None  # holds the stream that holds it
         if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
             raise self.unreached(f"{self.where}: {error_line(error)}") from None
         if isinstance(error, asyncio.TimeoutError):

@@ -18,6 +18,9 @@ from baton.router.pooled_engine import PooledEngine
 from baton.router.routes import Route
 from baton.wire import LegRole, TokenChunk
 
+# Another pair may serve the request.
+_ELSEWHERE = ("incompatible_peer:", "register_refused:")
+
 
 @dataclass(slots=True)
 class RequestProgress:
@@ -26,22 +29,25 @@ class RequestProgress:
     tried: list[PooledEngine] = field(default_factory=list)  # engines that failed
     refused: list[PooledEngine] = field(default_factory=list)
     attempt: int = 0
+    trusted: int | None = None  # later tokens are compared
     fruitless: int = 0  # attempts in a row without a new token
     decided: bool = False  # an engine has accepted the request
     route: Route | None = None  # if known already, of the next attempt
-    ended: list[BatonError] = field(default_factory=list)  # to raise, where no local variable holds it
+    ended: list[BatonError] = field(default_factory=list)  # raised where no variable holds it
 
 
 @dataclass(slots=True)
 class RunningAttempt:
     """The chunks of one attempt; call `note` with each. `counted`: its legs. `prefilled`: called with the first
-    chunk. `failures`: errors of handoffs by reason; None: no handoff. `ended`: called after all legs.
+    chunk. `failures`: errors of handoffs by reason; None: no handoff. `on_failure`: called with this one's. `ended`:
+    called after all legs.
     """
 
     chunks: LegChunks
     counted: Sequence[AbstractContextManager[Callable[[], None]]]
     prefilled: list[Callable[[], None]] = field(default_factory=list)
     failures: Counter[str] | None = None
+    on_failure: Callable[[str], None] = lambda error: None
     outcome: HandoffOutcome = "aborted"
     ended: Callable[[HandoffOutcome, BaseException | None], None] | None = None
     _entered: list[AbstractContextManager[Callable[[], None]]] = field(default_factory=list)
@@ -77,22 +83,25 @@ class RunningAttempt:
         """Raises `LegFailed` for an error that another attempt may recover from."""
         while self.prefilled:
             self.prefilled.pop()()
-        if chunk.finish_reason is None:
-            return
         if is_refusal(chunk.error):
             return
-        if chunk.finish_reason != "error":
+        if chunk.handoff_error is not None:
+            self._failed(chunk.handoff_error)
+        if chunk.finish_reason == "error":
+            self._failed(chunk.error or "unknown")
+        elif chunk.finish_reason is not None and self.outcome != "failed":
             self.outcome = "completed" if leg == "decode" else "finished_early"
-            return
+        if chunk.recoverable or (chunk.error or "").startswith(_ELSEWHERE):
+            raise LegFailed("decode", error_of_chunk(chunk.error), reported=True)
+
+    def _failed(self, error: str) -> None:
         self.outcome = "failed"
         if self.failures is not None:
-            self.failures[reason_label((chunk.error or "unknown").partition(":")[0])] += 1
-        if chunk.recoverable:
-            raise LegFailed("decode", error_of_chunk(chunk.error), reported=True)
+            self.failures[reason_label(error.partition(":")[0])] += 1
+            self.on_failure(error)
 
 
 def pass_on(take: Take, joined: Joined, observed: ObservedRequest, chunk: TokenChunk) -> bool:
-    """Whether a chunk of the decode leg was taken."""
     if not chunk.only_adds_tokens():
         return False
     known, num_new = len(joined.token_ids), len(chunk.token_ids)

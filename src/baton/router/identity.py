@@ -38,7 +38,6 @@ class PoolIdentity:
         self._bound_length: int | None = None
 
     def clear(self) -> None:
-        """Let the next engine that answers decide."""
         self._model = self._reference = self._bound_length = None
         if self._shared is not None:
             self._shared.clear()
@@ -80,7 +79,6 @@ class PoolIdentity:
         return self._bound_length is not None
 
     async def adopt(self, engine: PooledEngine, info: EngineInfo) -> None:
-        """Serve this engine's model if no other is served."""
         if self._reference is not None and self._is_alone(engine) and differing(self._reference, info):
             self._model = None
         while self._model is None:
@@ -97,7 +95,6 @@ class PoolIdentity:
         self.check(engine, info)  # another engine may have decided meanwhile
 
     def _is_alone(self, engine: PooledEngine) -> bool:
-        """Whether no request was served and no other engine is in use."""
         others = (other for other in self._engines() if other is not engine and other.info is not None)
         return not self.bound and all(other.problem is not None for other in others)
 

@@ -83,14 +83,15 @@ class Joined:
         self.token_ids += chunk.token_ids
         return chunk
 
-    def rest(self, attempt: int, waited_s: float = 0.0) -> GenerateRequest:
-        """The request for the missing tokens. Each attempt has its own id: engines may still hold earlier attempts."""
+    def rest(self, attempt: int, waited_s: float = 0.0, trusted: int | None = None) -> GenerateRequest:
+        """The request for the tokens after the first `trusted`. Each attempt has its own id: engines
+        may still hold earlier attempts."""
         if attempt == 0:
             return self.request
         return msgspec.structs.replace(
             self.request,
             request_id=f"{self.request.request_id}.{attempt}",
-            prompt_token_ids=self.request.prompt_token_ids + self.token_ids,
+            prompt_token_ids=self.request.prompt_token_ids + self.token_ids[:trusted],
             num_prompt_tokens=len(self.request.prompt_token_ids),
             waited_s=min(waited_s, MAX_WAITED_S),
         )

@@ -141,13 +141,13 @@ async def _read(leg: LegRole, source: LegSource, items: LegItems, watches: Seque
                 await chunks.aclose()
         items.put_nowait((leg, None))
     except BatonError as failed:
-        items.put_nowait((leg, without_frames(failed)))
+        items.put_nowait((leg, frameless(failed)))
     except Exception as failed:
         items.put_nowait((leg, failed))
 
 
-def without_frames(error: E) -> E:
-    """A traceback's frames hold prompts, and often the error itself until a garbage collection."""
+def frameless(error: E) -> E:
+    """Frames hold prompts, and often the error itself."""
     error.__traceback__ = error.__context__ = None
     return error
 
@@ -168,7 +168,7 @@ def _taking(items: LegItems, watches: Sequence[LegWatch]) -> Take:
 
 
 async def rest_of_leg(which: LegRole, task: asyncio.Task[None], items: LegItems, ended: bool) -> Chunks:
-    """A leg's remaining chunks. Closing the generator closes the leg."""
+    """Closing the generator closes the leg."""
     try:
         while not ended:
             leg, item = await items.get()

@@ -21,7 +21,7 @@ from baton.router.clients.address import checked_url, split_rank
 from baton.router.clients.engine_client import EngineClient
 from baton.router.identity import PoolIdentity
 from baton.router.index.readers import EventReaders
-from baton.router.pooled_engine import PooledEngine
+from baton.router.pooled_engine import Pairs, PooledEngine
 from baton.router.prefixes import KnownPrefixes
 from baton.router.timers import RouterTimers
 from baton.router.workers.loads import WorkerLoads
@@ -55,6 +55,7 @@ class EnginePool:
         requests; None: do not ask for loads. `loads`: shared with the router's other processes.
         """
         self._is_overload, self.loads = is_overload, loads
+        self.pairs = Pairs()
         self.readers = readers or EventReaders()
         self.timers = timers or RouterTimers()
         self._new_client = new_client
@@ -153,7 +154,6 @@ class EnginePool:
             self.loads.read(self._engines.values())
 
     def usable(self, healthy: bool) -> list[PooledEngine]:
-        """The healthy engines, or the suspected ones."""
         return [e for e in self._engines.values() if (e.healthy if healthy else e.suspected)]
 
     def max_num_seqs(self) -> int | None:
@@ -167,7 +167,6 @@ class EnginePool:
         return total or None
 
     def has_other(self, engine: PooledEngine, avoid: Sequence[PooledEngine] = ()) -> bool:
-        """Whether another engine of its role can take requests."""
         mine = (e for e in self._engines.values() if e.role == engine.role and e.healthy)
         return any(e is not engine and e not in avoid for e in mine)
 
@@ -180,7 +179,6 @@ class EnginePool:
             await asyncio.shield(asyncio.gather(*map(self._start_check, others)))
 
     def bar(self, engine: PooledEngine) -> None:
-        """Until it restarts: keys are read at start."""
         if engine.info is not None and engine.barred != engine.info.incarnation:
             engine.barred, engine.problem = engine.info.incarnation, _BARRED
             logger.error("engine %s (%s) gets no requests: %s", engine.url, engine.role, _BARRED)

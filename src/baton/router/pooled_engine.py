@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import math
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -15,6 +18,11 @@ from baton.router.prefixes import KnownPrefixes, Prefixes
 from baton.router.workers.loads import NO_LOAD, OtherLoad
 from baton.wire import EngineInfo, GenerateRequest, Role
 
+logger = logging.getLogger(__name__)
+
+# Seconds without handoffs of a pair, by the reason of a failed one.
+_UNUSED_S = {"incompatible_peer": math.inf, "unreachable_peer": 30.0, "unhealthy_peer": 30.0}
+_MAX_PAIRS = 4096
 OnLost = Callable[[EngineLostError], None]
 
 
@@ -65,6 +73,34 @@ class _Leg:
             self.engine.on_load(self.engine)
 
 
+class Pairs:
+    """Engines that cannot hand over to each other, by incarnation."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._refused: dict[tuple[str, str], tuple[float, str]] = {}
+
+    def note(self, prefill: PooledEngine, decode: PooledEngine, error: str) -> None:
+        reason = error.partition(":")[0]
+        if reason in _UNUSED_S and (ends := _ends(prefill, decode)) is not None:
+            if ends not in self._refused:
+                logger.error("engines %s and %s hand over nothing: %s", prefill.name, decode.name, error)
+            while len(self._refused) >= _MAX_PAIRS:
+                del self._refused[next(iter(self._refused))]
+            self._refused[ends] = self._clock() + _UNUSED_S[reason], error
+
+    def why_not(self, prefill: PooledEngine, decode: PooledEngine) -> str | None:
+        """None: try them."""
+        if not self._refused or (found := self._refused.get(_ends(prefill, decode) or ("", ""))) is None:
+            return None
+        return found[1] if self._clock() < found[0] else None
+
+
+def _ends(prefill: PooledEngine, decode: PooledEngine) -> tuple[str, str] | None:
+    p, d = prefill.info, decode.info
+    return None if p is None or d is None else (p.incarnation, d.incarnation)
+
+
 @dataclass(eq=False)  # slots allow no weak references
 class PooledEngine:
     """Counts cover this process's requests, with tokens as expected at routing. `others`: those of the router's other
@@ -87,7 +123,7 @@ class PooledEngine:
     gone: bool = False
     unasked: bool = False  # this process had no descriptor to ask; the engine keeps its last state
     evicted: bool = False  # its lease has expired, and its legs were failed
-    barred: str | None = None  # the incarnation that has another ticket key
+    barred: str | None = None  # an incarnation with another ticket key
     draining: bool = False  # no new requests, by its own report or the operator's (`leaving`)
     leaving: bool = False
     known: Prefixes = field(default_factory=KnownPrefixes)  # prefixes that it probably holds
@@ -111,7 +147,6 @@ class PooledEngine:
         return None if self.info is None else token_identity(self.info.fingerprint)
 
     def may_serve(self, request: GenerateRequest) -> bool:
-        """Whether the engine has the request's identity, adapter, and room for all tokens."""
         info = self.info
         if info is None or (request.identity is not None and request.identity != token_identity(info.fingerprint)):
             return False

@@ -33,7 +33,7 @@ from baton.router.concurrency import ConcurrencyLimit
 from baton.router.connectors.base import Connector, HandoffOutcome, Legs
 from baton.router.hand_back import HandBacks, HandBackWatch
 from baton.router.join import Joined, LegFailed, TokenMismatch, join_legs
-from baton.router.leg_tasks import Chunks, LegItems, without_frames
+from baton.router.leg_tasks import Chunks, LegItems, frameless
 from baton.router.near_tie import measure_gap
 from baton.router.observer import RequestObserver
 from baton.router.policies import PolicyConfig, create_policies
@@ -118,7 +118,7 @@ class RouterBackend:
             async with self.concurrency.slot(standing, joined.token_ids):
                 began = now()
                 while True:
-                    rest = joined.rest(progress.attempt, now() - began)
+                    rest = joined.rest(progress.attempt, now() - began, progress.trusted)
                     route = await self._next_route(progress, rest)
                     names = route.names
                     observed.on_route(route.why, names)
@@ -140,12 +140,11 @@ class RouterBackend:
                                     yield new
                         return
                     except TokenMismatch as mismatch:
-                        await self._resolve_mismatch(progress, route, without_frames(mismatch))
+                        await self._resolve_mismatch(progress, route, frameless(mismatch))
                     except LegFailed as failed:
-                        await self._recover(progress, route, rest, without_frames(failed), num_known)
+                        await self._recover(progress, route, rest, frameless(failed), num_known)
                     except ProtocolError as error:
-                        failed = LegFailed("decode", without_frames(error))
-                        await self._recover(progress, route, rest, failed, num_known)
+                        await self._recover(progress, route, rest, LegFailed("decode", frameless(error)), num_known)
                     finally:
                         if len(joined.token_ids) > max(num_known, 1):  # the decode engine has added tokens
                             self._routes.served(route, request, joined.token_ids)
@@ -214,6 +213,8 @@ class RouterBackend:
         self.observer.on_recovery(joined.request.request_id, rung, failed)
         logger.warning("%s: going on from %d tokens: %s", joined.request.request_id, len(joined.token_ids), failed)
         progress.tried.append(lost)
+        if isinstance(error, HandoffError) and error.reason == "incompatible_peer":
+            progress.trusted = num_known if progress.trusted is None else progress.trusted
         if isinstance(error, LegRefusedError) and self._connector.computes_alone:
             progress.refused.append(lost)
 
@@ -264,6 +265,7 @@ class RouterBackend:
         legs = self._connector.legs(request, prefill, decode, kv_mode)
         attempt = self._joining(request, route, legs, kv_mode, may_move, items)
         attempt.failures, attempt.ended = self.failures, functools.partial(self._handoff_ended, legs)
+        attempt.on_failure = functools.partial(self.pool.pairs.note, prefill, decode)
         self.handoffs["started"] += 1
         self.num_active_handoffs += 1
         return attempt
@@ -331,7 +333,7 @@ class RouterBackend:
 
 
 def _next_recovery(failed: LegFailed, any_sent: bool) -> Recovery | None:
-    """The rung of recovery to try; None if no other attempt can succeed."""
+    """None: no other attempt can succeed."""
     if isinstance(failed.error, RequestError):
         return None
     if failed.reported:

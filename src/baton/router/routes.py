@@ -142,9 +142,12 @@ class Routes:
         if request.sampling_params.prompt_logprobs is not None and (engines_of_role := prefill or both or decode):
             # One engine must compute the whole prompt.
             return Route("scored", take(needs, engines.free(engines_of_role)))
-        if prefill and decode:
-            free = engines.free(decode)
+        why_not = self._pool.pairs.why_not
+        fitting = [d for d in decode if not all(why_not(p, d) for p in prefill)]
+        if prefill and fitting:
+            free = engines.free(fitting)
             chosen = take(replace(needs, receives=True), free)
+            prefill = [engine for engine in prefill if not why_not(engine, chosen)]
             local = None if hand_off or not self._max_local else self._local(needs, free, chosen, prefill)
             return local or Route("handed_off", chosen, take(replace(needs, decodes=False), engines.free(prefill)))
         if both:
@@ -206,7 +209,6 @@ class Routes:
             route.decode.known.learn(prompt.followed_by(output[num_known:-1]))
 
     def declined(self, route: Route, request: GenerateRequest) -> None:
-        """The decode engine lacks KV that it was expected to hold."""
         route.decode.known.forget(prompt_of(request))
 
 

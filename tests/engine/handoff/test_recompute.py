@@ -101,6 +101,7 @@ def test_old_pages_stay_out_of_use_until_they_are_quiet(tmp_path: Path, prompt: 
         assert (load().num_referenced_pages, load().num_quarantined_pages) == (0, held)
         finish(two.decode, stream)
         assert stream.result == expected.result
+        assert [chunk.handoff_error for chunk in stream.chunks if chunk.handoff_error] == ["peer_lost: gone"]
         assert load().num_quarantined_pages == held, "the peer may still write them"
         two.decode.core.on_handoff(DecodeReleased(key))
         assert two.decode.is_idle()

@@ -171,7 +171,7 @@ async def test_a_prefix_with_another_cache_salt_is_not_handed_back(
     ("fault", "reason"),
     [
         ("lacks", "prefix_missing"),
-        ("refuses", "EngineUnavailableError"),
+        ("refuses", "LegRefusedError"),
         ("stays", "timeout"),
         ("lost", "not_received"),
     ],

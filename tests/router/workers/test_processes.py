@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from baton.errors import BatonError
+from baton.openai.http.serving import bind
 from baton.router.workers import worker_processes
 from baton.router.workers.worker_processes import WorkerProcesses
 
@@ -63,6 +65,31 @@ def test_one_that_served_is_replaced_however_young(
     ended: list[int] = []
     WorkerProcesses(num, serve, ended.append, silent_s=2.0 if number == signal.SIGSTOP else 60.0).run(lambda: None)
     assert sorted(ended) == [0, *range(num)]
+
+
+def test_no_connection_waits_for_processes_that_end(tmp_path: Path) -> None:
+    """While they drain, the port is closed: a client tries another router."""
+    listeners = [bind("127.0.0.1", 0, shared=True)]
+    listeners.append(bind("127.0.0.1", listeners[0].getsockname()[1], shared=True))
+    address = listeners[0].getsockname()
+
+    def close_all() -> None:
+        for listener in listeners:
+            listener.close()
+
+    def serve(number: int, alive: Callable[[], None]) -> None:
+        serve_until_sigterm(number, alive)
+        close_all()
+        for _ in range(500):
+            try:
+                socket.create_connection(address, 1.0).close()
+            except ConnectionRefusedError:
+                (tmp_path / str(number)).touch()
+                return
+            time.sleep(0.01)
+
+    WorkerProcesses(2, serve, on_stop=close_all).run(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
 def test_one_that_ends_at_once_ends_all() -> None:

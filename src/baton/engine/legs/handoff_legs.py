@@ -308,6 +308,7 @@ class HandoffLegs:
         else:
             scheduler.release(request)
         leg.step("detach")
+        request.handoff_error = error
         scheduler.recompute(request)
         self._recomputing[request] = self._clock.monotonic() + self.handoff_timeout_s
         return []

@@ -243,7 +243,7 @@ class ClientConnection(web.RequestHandler):
 
 
 class _LastResponse(web.Response):
-    """Closing with bytes unread would reset the connection before the client has this response."""
+    """Bytes unread at the close would reset the connection."""
 
     to: asyncio.Transport | None = None
 
@@ -251,7 +251,7 @@ class _LastResponse(web.Response):
         await super().write_eof(data)
         if self.to is not None and self.to.can_write_eof():
             self.to.write_eof()
-        await asyncio.sleep(LINGER_S)  # ends when the client closes
+        await asyncio.sleep(LINGER_S)
 
 
 class Stream(web.StreamResponse):

@@ -70,7 +70,7 @@ class FairQueue(Generic[T]):
         self._entries[item] = standing, entry
 
     def start(self, standing: Standing, now: float) -> bool:
-        """`push` and `take`, if no item waits."""
+        """`push` and `take`, unless one waits."""
         if self._entries:
             return False
         state = self._state(standing.tenant)
@@ -87,7 +87,7 @@ class FairQueue(Generic[T]):
         return None if best is None else best.waiting[0][3]
 
     def take(self, now: float) -> T | None:
-        """Start the next item and charge its prompt. None if no item may run."""
+        """Charges its prompt. None if no item may run."""
         best = self._best()
         if best is None:
             return None
@@ -110,7 +110,6 @@ class FairQueue(Generic[T]):
         return min(ready, key=lambda state: (state.waiting[0][0], state.served, state.waiting[0][1:3]), default=None)
 
     def remove(self, item: T) -> None:
-        """Remove an item that still waits."""
         standing, entry = self._entries.pop(item)
         self._states[standing.tenant].waiting.remove(entry)
         self._forget()
@@ -119,7 +118,6 @@ class FairQueue(Generic[T]):
         self._state(name).charge(num_tokens)
 
     def end(self, name: str) -> None:
-        """A running item of this tenant has ended."""
         self._states[name].num_running -= 1
         self._forget()
 

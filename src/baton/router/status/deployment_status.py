@@ -12,6 +12,7 @@ import msgspec
 
 from baton.errors import BatonError
 from baton.observe.faults import EngineView, count_faults, find_faults
+from baton.router.pool import EnginePool
 from baton.router.pooled_engine import PooledEngine
 from baton.router.router_backend import RouterBackend
 from baton.router.status.advice import Fleet, ServedRequest, advise, served_requests
@@ -24,8 +25,6 @@ _COUNTS = ("num_inflight", "queued_tokens")
 
 
 async def deployment_status(backend: RouterBackend, siblings: Siblings | None = None) -> Status:
-    """Includes the engines' loads."""
-
     async def load(engine: PooledEngine) -> EngineLoad | None:
         try:
             return await engine.client.load()
@@ -46,6 +45,7 @@ def own_status(backend: RouterBackend, loads: Mapping[str, EngineLoad | None] = 
     engines = [(engine, loads.get(engine.url)) for engine in backend.pool.engines]
     views = [_view(engine, load) for engine, load in engines]
     faults = find_faults(views, backend.decisions.last(), backend.observer.recent, time.monotonic())
+    faults += refused_pairs(backend.pool)
     acceptance = backend.observer.describe()
     return {
         "ready": backend.ready(),
@@ -66,9 +66,18 @@ def own_status(backend: RouterBackend, loads: Mapping[str, EngineLoad | None] = 
 
 
 def fault_counts(backend: RouterBackend) -> dict[str, int]:
-    """Counts of this process."""
     views = [_view(engine, None) for engine in backend.pool.engines]
-    return count_faults(views, backend.decisions.last(), backend.observer.recent, time.monotonic())
+    counts = count_faults(views, backend.decisions.last(), backend.observer.recent, time.monotonic())
+    return {**counts, "refused_pairs": len(refused_pairs(backend.pool))}
+
+
+def refused_pairs(pool: EnginePool) -> list[str]:
+    return [
+        f"engines {p.url} and {d.url} hand over nothing, so others compute prompts: {why}"
+        for p in pool.engines
+        for d in pool.engines
+        if p.role == "prefill" and d.role == "decode" and (why := pool.pairs.why_not(p, d)) is not None
+    ]
 
 
 def _view(engine: PooledEngine, load: EngineLoad | None) -> EngineView:
