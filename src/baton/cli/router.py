@@ -117,10 +117,13 @@ def _run_workers(
             begin = functools.partial(_each_second, alive)
             event_loop.run(serve_router(own, listeners[number], begin, shutdown_timeout_s=shutdown_timeout_s))
 
+        def close_all() -> None:
+            for listener in listeners:
+                listener.close()
+
         scheme = "http" if config.access.tls() is None else "https"
-        WorkerProcesses(len(listeners), run_worker, table.clear).run(
-            lambda: on_ready(f"{scheme}:{url_of(listeners[0]).partition(':')[2]}")
-        )
+        url = f"{scheme}:{url_of(listeners[0]).partition(':')[2]}"
+        WorkerProcesses(len(listeners), run_worker, table.clear, close_all).run(lambda: on_ready(url))
 
 
 def _each_second(call: Callable[[], None], url: str) -> None:

@@ -1,4 +1,4 @@
-"""The router's `/status`: its engines, outcomes of requests, and advice. The sum over several processes."""
+"""The router's `/status`: its engines, outcomes of requests, and advice, over all processes."""
 
 from __future__ import annotations
 

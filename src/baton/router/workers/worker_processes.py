@@ -41,9 +41,12 @@ class WorkerProcesses:
         num: int,
         serve: Serve,
         on_end: Callable[[int], None] = lambda number: None,
+        on_stop: Callable[[], None] = lambda: None,
         *,
         silent_s: float = _SILENT_S,
     ) -> None:
+        """`on_stop` closes the listeners."""
+        self._on_stop = on_stop
         self._num, self._serve, self._on_end, self._silent_s = num, serve, on_end, silent_s
         self._running: dict[int, tuple[int, float]] = {}  # number and start, by process id
         self._heard: dict[int, float] = {}  # when, by number
@@ -100,6 +103,7 @@ class WorkerProcesses:
 
     def _pass_on(self, number: int, frame: object = None) -> None:
         self._ending = True
+        self._on_stop()
         for pid in self._running:
             os.kill(pid, number)
 
