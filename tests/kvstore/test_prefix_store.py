@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -84,7 +85,7 @@ def test_a_later_engine_loads_what_an_earlier_one_computed(
     assert serve(prompts, params, **with_store(tmp_path)) == (want, 0)
     assert serve(prompts, params, **with_store(tmp_path)) == (want, sum(map(whole_spans, LENGTHS)))
     store = FileStore(tmp_path)
-    entry = store.get(store.keys()[0])
+    entry = store.get(store.keys()[0], named=True)
     assert entry is not None
     assert {name: data.size for name, data in entry.tensors.items()} == {
         "target.full": SPAN_TOKENS // 16 * PAGE_BYTES // 5 * 4,
@@ -105,7 +106,7 @@ def test_chunks_and_concurrency_change_nothing(prompts: list[list[int]], expecte
 def alter(directory: Path, change: Callable[[Mapping[str, ByteArray]], dict[str, ByteArray]]) -> None:
     store = FileStore(directory)
     for key in list(store.keys()):
-        entry = store.get(key)
+        entry = store.get(key, named=True)
         assert entry is not None
         store.remove(key)
         store.put(change(entry.tensors), key=key)
@@ -169,6 +170,25 @@ def test_damaged_and_foreign_entries_are_computed_again(
     assert serve(prompts[-1:], PARAMS, **with_store(tmp_path)) == (expected[-1:], SPAN_TOKENS)
     alter(tmp_path, lambda tensors: {"target.full": tensors["target.full"]})
     assert serve(prompts[-1:], PARAMS, **with_store(tmp_path)) == (expected[-1:], 0)
+
+
+@pytest.mark.parametrize("link", [os.link, os.symlink, shutil.copy])
+def test_an_entry_under_the_key_of_another_prompt_is_not_used(
+    prompts: list[list[int]], expected: Results, tmp_path: Path, link: Callable[[Path, Path], object]
+) -> None:
+    """Its bytes are whole, but they are other tokens' KV."""
+    store, kept = tmp_path / "store", tmp_path / "kept"
+    kept.mkdir()
+    serve(prompts, PARAMS, **with_store(store))
+    paths = sorted(store.iterdir())
+    assert len({path.stat().st_size for path in paths}) == 1
+    for path in paths:
+        path.rename(kept / path.name)
+    for path, other in zip(paths, paths[1:] + paths[:1], strict=True):
+        link(kept / other.name, path)
+    results, loaded = serve(prompts, PARAMS, **with_store(store))
+    assert results == expected
+    assert loaded < serve(prompts, PARAMS, **with_store(store))[1], "all were computed again, and stored"
 
 
 def test_a_store_that_is_full_costs_no_answer(

@@ -187,12 +187,12 @@ class PrefixStore:
         keys = list(self._keys(tokens, last))
         try:
             for key in keys[first:]:
-                entry = self._store.get(key)
+                entry = self._store.get(key, named=True)
                 if entry is None or not self._fits(entry.tensors, self._paged):
                     break
                 entries.append(entry.tensors)
             while entries and self._states:
-                entry = self._store.get(_of_states(keys[first + len(entries) - 1]))
+                entry = self._store.get(_of_states(keys[first + len(entries) - 1]), named=True)
                 if entry is not None and self._fits(entry.tensors, self._states):
                     entries[-1] |= entry.tensors
                     break

@@ -39,7 +39,7 @@ KEEP_S = 5.0
 _ABANDONED_S = 3600.0
 _KEY = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _TEMPORARY = re.compile(r"[0-9a-f]{32}\.tmp", re.ASCII)
-_DIGEST = "baton-digest"
+_DIGEST, _NAME = "baton-digest", "baton-key"
 
 
 class Entry(NamedTuple):
@@ -89,7 +89,7 @@ class FileStore:
         """
         if key and self.use(key):
             return key
-        about = dict(about or {})
+        about = {**(about or {}), **({_NAME: key} if key else {})}
         digest = entry_digest(tensors, about)
         path = self._path(key or digest)
         if self._touch(path):
@@ -112,16 +112,16 @@ class FileStore:
             raise TransportError(f"cannot write to the store {self.directory}: {error.strerror}") from error
         return key or digest
 
-    def get(self, key: str) -> Entry | None:
-        """Raises `TransportError` for an unreadable entry, and for a damaged one after removing it, so that it can be
-        put again.
+    def get(self, key: str, named: bool = False) -> Entry | None:
+        """`named`: the key is not a digest. Raises `TransportError` for an unreadable entry, and after removing a
+        damaged one, or another key's.
         """
         path = self._path(key)
         try:
             data = self._read(path)
             if data is None:
                 return None
-            entry = _decode(data)
+            entry = _decode(data, key, named)
         except ValueError as error:
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -248,7 +248,7 @@ def _feed(state: hashlib.blake2b, data: bytes | memoryview) -> None:
     state.update(data)
 
 
-def _decode(data: bytes) -> Entry:
+def _decode(data: bytes, key: str, named: bool) -> Entry:
     """Raises `ValueError`."""
     deserialize: Any = safetensors.deserialize  # not annotated in the library
     try:
@@ -262,6 +262,9 @@ def _decode(data: bytes) -> Entry:
         if part["dtype"] != "U8" or len(part["shape"]) != 1:
             raise ValueError(f"tensor {name!r} is not uint8 [bytes]")
         tensors[name] = np.frombuffer(part["data"], dtype=np.uint8)
-    if about.pop(_DIGEST, "") != entry_digest(tensors, about):
+    digest = about.pop(_DIGEST, "")
+    if digest != entry_digest(tensors, about):
         raise ValueError("its digest does not match")
+    if key != (about.pop(_NAME, "") if named else digest):
+        raise ValueError("it is another key's")  # a copied or linked file
     return Entry(tensors, about)

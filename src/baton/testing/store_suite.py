@@ -61,7 +61,10 @@ def _check_returns_what_was_put(factory: NewStore, directory: Path) -> None:
     key = store.put(_groups(), about)
     require(_same(store.get(key), _groups(), about), "every group comes back, the drafter's too")
     named = store.put(_groups(5), about, key="ab" * 16)
-    require(named == "ab" * 16 and _same(store.get(named), _groups(5), about), "an entry may have a name of its own")
+    require(
+        named == "ab" * 16 and _same(store.get(named, named=True), _groups(5), about),
+        "an entry may have a name of its own",
+    )
     require(store.get("00" * 16) is None, "an absent entry is None")
     again = factory(directory, ROOM)
     require(_same(again.get(key), _groups(), about), "entries outlive the store object")
@@ -110,17 +113,22 @@ def _check_refuses_hostile_files(factory: NewStore, directory: Path) -> None:
         lambda path: path.write_bytes(len(huge).to_bytes(8, "little") + huge),
         lambda path: path.write_bytes(bytes(ROOM + 1)),
     ]
+    named = store.put(_groups(5), key="ef" * 16)
+    for other in (good, named):
+        hostile.append(lambda path, other=other: os.link(directory / other, path))  # type: ignore[misc]
     for make in hostile:
-        make(directory / key)
-        _refuses(store, key)
+        for is_named in (False, True):
+            make(directory / key)
+            _refuses(store, key, is_named)
+    _refuses(store, named)
     require(outside.exists(), "a link is not followed")
     for name in ("../" + "ab" * 15, "", "AB" * 16, "ab" * 16 + "\n", "ab" * 16 + ".tmp", "/etc/passwd"):
         _refuses(store, name)
 
 
-def _refuses(store: FileStore, key: str) -> None:
+def _refuses(store: FileStore, key: str, named: bool = False) -> None:
     try:
-        store.get(key)
+        store.get(key, named)
     except TransportError:
         return
     raise AssertionError(f"expected that entry {key!r} is refused")
@@ -169,7 +177,7 @@ def _check_shows_whole_entries_only(factory: NewStore, directory: Path) -> None:
             entry = None
             while entry is None and not failures:
                 try:
-                    entry = stores[2].get(key)
+                    entry = stores[2].get(key, named=True)
                 except TransportError as error:
                     failures.append(str(error))
             if entry is not None and not _same(entry, rounds[i], {}):
