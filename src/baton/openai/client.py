@@ -15,7 +15,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from baton.errors import (
-    BatonError,
     ConfigError,
     EngineLostError,
     EngineUnavailableError,
@@ -32,6 +31,8 @@ MAX_BODY_BYTES = 32 * 2**20
 PLAIN = {"Accept-Encoding": "identity"}
 _MAX_REFUSAL_BYTES = 2**16
 _EVENT, _DONE = b"data:", b"[DONE]"
+_MALFORMED = (msgspec.DecodeError, LineTooLong, ValueError, RecursionError)
+_CONVERTED = (aiohttp.ClientError, OSError, asyncio.TimeoutError, *_MALFORMED)
 _COMPLETIONS = msgspec.json.Decoder(Completion)
 
 
@@ -58,7 +59,7 @@ class convert_errors(msgspec.Struct, frozen=True):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is None:
             return
-        if not isinstance(error, BatonError):
+        if isinstance(error, _CONVERTED):
             error.__traceback__ = None  # holds the stream that holds it
         if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
             raise self.unreached(f"{self.where}: {error_line(error)}") from None
@@ -66,7 +67,7 @@ class convert_errors(msgspec.Struct, frozen=True):
             raise EngineLostError(f"{self.where}: no answer in time") from None
         if isinstance(error, aiohttp.ClientError | OSError):
             raise EngineLostError(f"{self.where}: {error_line(error)}") from None
-        if isinstance(error, msgspec.DecodeError | LineTooLong | ValueError | RecursionError):
+        if isinstance(error, _MALFORMED):
             raise ProtocolError(f"{self.where}: the answer is malformed: {error_line(error)}") from None
 
 

@@ -89,6 +89,10 @@ class Pairs:
                 del self._refused[next(iter(self._refused))]
             self._refused[ends] = self._clock() + _UNUSED_S[reason], error
 
+    def refused(self) -> dict[tuple[str, str], str]:
+        now = self._clock()
+        return {ends: error for ends, (until, error) in self._refused.items() if now < until}
+
     def why_not(self, prefill: PooledEngine, decode: PooledEngine) -> str | None:
         """None: try them."""
         if not self._refused or (found := self._refused.get(_ends(prefill, decode) or ("", ""))) is None:
