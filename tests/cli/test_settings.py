@@ -139,7 +139,7 @@ def test_variables_that_are_no_flags_are_refused_and_engines_inherit_none(monkey
     monkeypatch.setenv("BATON_FLAG_DECODE", "2")
     assert "BATON_FLAG_DECODE" not in _environment(1)
     assert "BATON_FLAG_DECODE" not in _environment(2)
-    with pytest.raises(ConfigError, match="decode: in the environment: baton serve has no such flag"):
+    with pytest.raises(ConfigError, match="decode: in the variable BATON_FLAG_DECODE: baton serve has no such flag"):
         parsed("serve", "m")
 
 

@@ -72,6 +72,7 @@ async def test_a_stream_without_tokens_has_no_times() -> None:
         ((event(token_ids=[-1]), DONE), 200, ProtocolError, "malformed"),
         ((b'{"error": {"message": "later"}}',), 429, OverloadedError, "HTTP 429: later"),
         ((b"no \x1b[31mpaper",), 503, EngineUnavailableError, r"HTTP 503: no  \[31mpaper"),
+        ((b"<!DOCTYPE HTML>\n<html>", b"</html>"), 404, EngineUnavailableError, r"HTTP 404: a page of HTML$"),
     ],
 )
 async def test_errors_of_a_server_become_batons_errors(

@@ -326,6 +326,7 @@ def test_prompts_of_a_file(tmp_path: Path, verify: Verify) -> None:
         (("--candidate-metrics", "nowhere"), "candidate_metrics: must be http://HOST:PORT"),
         (("--lengths", "3", "--prompts", "x"), "lengths: cannot be chosen with --prompts"),
         (("--chat", "x", "--prompts", "x"), "prompts: cannot be chosen with --chat"),
+        (("--prompts", "no/file"), "prompts: no/file cannot be read: No such file or directory"),
         (("--no-add-special-tokens",), "add_special_tokens: is for the texts of --prompts"),
         (("--token-range", "9-3"), "token_range: must be rising"),
         (("--near-tie", "nan"), "near_tie: must be at least 0"),

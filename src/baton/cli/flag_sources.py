@@ -112,10 +112,9 @@ def _as_flags(context: typer.Context, settings: Mapping[str, Any], source: str) 
     parameters = {p.name: p for p in context.command.params if p.name != "config" and not getattr(p, "hidden", False)}
     flags: dict[str, Any] = {}
     for name, value in settings.items():
-        parameter = parameters.get(name)
+        parameter, where = parameters.get(name), _where(name, source)
         if parameter is None:
-            raise ConfigError(name, f"in {source}: baton {context.info_name} has no such flag")
-        where = _where(name, source)
+            raise ConfigError(name, f"{where}: baton {context.info_name} has no such flag")
         switch, several = getattr(parameter, "is_flag", False), getattr(parameter, "multiple", False)
         if several:
             flags[name] = [_text(name, each, source) for each in (value if isinstance(value, list) else [value])]

@@ -205,6 +205,8 @@ async def _refused(response: aiohttp.ClientResponse, url: str) -> EngineUnavaila
     text = read_error(body).message or body.decode(errors="replace")
     if 300 <= status < 400:
         text = "redirects are not followed"
+    elif text.lstrip().startswith("<"):
+        text = "a page of HTML"
     message = f"{url}: HTTP {status}: {printable_line(text)}"
     return OverloadedError(message) if status == 429 else EngineUnavailableError(message, status)
 

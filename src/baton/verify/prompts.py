@@ -85,7 +85,8 @@ def _lines(field: str, path: str) -> Iterator[tuple[str, str]]:
         # `splitlines` would also split at U+2028, which JSON strings may contain.
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(field, f"{path}: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(field, f"{path} cannot be read: {why}") from None
     numbered = [(f"{path}, line {n}", line.removesuffix("\r")) for n, line in enumerate(lines, 1) if line.strip()]
     if not 0 < len(numbered) <= MAX_PROMPTS:
         raise ConfigError(field, f"{path} must hold 1 to {MAX_PROMPTS} prompts, got {len(numbered)}")
