@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
 from pathlib import Path
 from typing import get_args
@@ -15,10 +16,11 @@ from baton.handoff.plan.planner import Instance, RankGeometry
 from baton.handoff.protocol.events import FINAL_REASONS, HandoffEvent
 from baton.handoff.protocol.frames import DECODERS, PROTOCOL_VERSION
 from baton.handoff.protocol.messages import AttemptKey, PieceDigest, Seeds
-from baton.handoff.protocol.ticket import Ticket
+from baton.handoff.protocol.ticket import Ticket, adapter_digest, prefix_digest, request_digest
 from baton.handoff.session.config import Timers
 from baton.kv.geometry import Geometry, Plane
 from baton.kv.interval import Interval
+from baton.sampling_params import SamplingParams
 from baton.wire import TokenLogprobs
 from tools.phase_tables import D_EVENTS, P_EVENTS
 
@@ -44,6 +46,10 @@ def table(header: str) -> dict[str, list[str]]:
     lines = TEXT[TEXT.index(f"| {header} |") :].partition("\n\n")[0].splitlines()[2:]
     rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
     return {first: rest for first, *rest in rows}
+
+
+def sha256(content: object) -> bytes:
+    return hashlib.sha256(msgspec.msgpack.encode(content)).digest()
 
 
 def section(heading: str) -> str:
@@ -96,6 +102,15 @@ def test_fields_of_a_ticket() -> None:
     named = {name for name, _ in named_in(section("Tickets"))}
     both = {name.replace("prefill", "decode") for name in named if name.startswith("prefill_")}
     assert set(Ticket.__struct_fields__) <= named | both
+
+
+def test_digests_of_what_a_ticket_is_for() -> None:
+    params = SamplingParams(max_tokens=3, logit_bias={7: 1.0, 5: 2.0})
+    fields = {**msgspec.to_builtins(params, str_keys=True), "logit_bias": {"5": 2.0, "7": 1.0}}
+    digest = sha256([[1, 2, 3], 2, dict(sorted(fields.items()))])
+    assert request_digest([1, 2, 3], params, 2) == digest
+    assert adapter_digest(digest, "a@1") == hashlib.sha256(digest + b"a@1").digest()
+    assert prefix_digest([1, 2], "salt") == sha256(["prefix", [1, 2], "salt"])
 
 
 def test_timers_and_their_defaults() -> None:
