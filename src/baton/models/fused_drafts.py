@@ -14,7 +14,7 @@ from baton.kernels.cpu.fused import fields as at
 from baton.kernels.cpu.fused.products import BLOCK
 from baton.kernels.cpu.gemm.small_gemm import MAX_ROWS
 from baton.models.fused_head import BEST_BYTES
-from baton.models.fused_layers import FusedLayers, Int64, eps_of, operand_width, rotary_tables
+from baton.models.fused_layers import FusedLayers, Int64, eps_of, kernel_for, operand_width, rotary_tables
 from baton.models.layer_cache import KVRegions, LayerCache
 from baton.models.layers.layernorm import RMSNorm
 from baton.models.layers.linear import Linear
@@ -74,7 +74,7 @@ class FusedDrafts:
         """None for parts of another kind."""
         norm, lm_head, embedding = head.norm, head.lm_head, head.embedding
         linears = [lm_head, head.fc] if head.fc is not None else [lm_head]
-        if layers is None or any(one.in_place() is None for one in linears) or lm_head.in_features != layers.hidden:
+        if layers is None or kernel_for(linears) is not layers.kernel or lm_head.in_features != layers.hidden:
             return None
         kinds = type(norm) is RMSNorm, norm.weight.dtype is torch.bfloat16, embedding.dtype is torch.bfloat16
         fits = eps_of(norm) == layers.eps and embedding.is_contiguous() and embedding.shape[1] == layers.hidden

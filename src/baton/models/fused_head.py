@@ -8,12 +8,11 @@ import numpy as np
 import torch
 
 from baton.kernels.cpu.fused import fields as at
-from baton.kernels.cpu.fused.passes import RUN
 from baton.kernels.cpu.fused.products import BLOCK, SCRATCH_BYTES
 from baton.kernels.cpu.fused.stages import STAGE_BYTES
 from baton.kernels.cpu.gemm.small_gemm import MAX_ROWS
-from baton.kernels.cpu.omp import arguments, threads_for
-from baton.models.fused_layers import operand_width
+from baton.kernels.cpu.omp import Kernel, arguments, threads_for
+from baton.models.fused_layers import kernel_for, operand_width
 from baton.models.layers.linear import Linear
 
 if TYPE_CHECKING:
@@ -27,8 +26,8 @@ BEST_BYTES = 24
 
 
 class FusedHead:
-    def __init__(self, lm_head: Linear) -> None:
-        self._lm_head, fields = lm_head, np.zeros(at.NUM_FIELDS, dtype=np.int64)
+    def __init__(self, lm_head: Linear, kernel: Kernel) -> None:
+        self._lm_head, self._kernel, fields = lm_head, kernel, np.zeros(at.NUM_FIELDS, dtype=np.int64)
         fields[at.HIDDEN], fields[at.VOCAB] = lm_head.in_features, lm_head.out_features
         fields[at.HEAD : at.HEAD + 3] = lm_head.in_place() or ()
         fields[at.CHECKS] = 1
@@ -37,7 +36,8 @@ class FusedHead:
     @classmethod
     def of(cls, lm_head: Linear | None) -> FusedHead | None:
         """None if the weight is not packed."""
-        return cls(lm_head) if lm_head is not None and lm_head.in_place() is not None else None
+        kernel = None if lm_head is None else kernel_for([lm_head])
+        return None if lm_head is None or kernel is None else cls(lm_head, kernel)
 
     def likeliest(self, hidden_NE: Tensor) -> npt.NDArray[np.int64] | None:
         """The argmax token of each contiguous row, the first of equal ones; -1 if some logits are not finite. None:
@@ -57,5 +57,5 @@ class FusedHead:
         fields[at.OPERAND] = operand.data_ptr()
         fields[at.OUTPUTS], fields[at.STAGES] = hidden_NE.data_ptr(), stages.ctypes.data
         fields[at.CHOSEN] = chosen.ctypes.data
-        RUN.call(arguments(1, fields.ctypes.data), threads)
+        self._kernel.call(arguments(1, fields.ctypes.data), threads)
         return chosen

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from baton.kernels.cpu.fused import fields as at
-from baton.kernels.cpu.fused.passes import RUN
+from baton.kernels.cpu.fused.passes import RUN_BFLOAT16, RUN_INT8
 from baton.kernels.cpu.fused.products import BLOCK, SCRATCH_BYTES
 from baton.kernels.cpu.fused.rows import ELEMENT_BYTES
 from baton.kernels.cpu.fused.stages import STAGE_BYTES
 from baton.kernels.cpu.gemm.small_gemm import MAX_ROWS
-from baton.kernels.cpu.omp import arguments, float_bits, threads_for
+from baton.kernels.cpu.omp import Kernel, arguments, float_bits, threads_for
 from baton.models.layer_cache import InPlaceCache, KVRegions, LayerCache, slot_error
 from baton.models.layers.decoder_layer import MLP, Attention, DecoderLayer, FusionLayer
 from baton.models.layers.layernorm import RMSNorm
@@ -50,7 +50,8 @@ class Work:
 class FusedLayers:
     """`layers`: those of a whole model or drafter."""
 
-    def __init__(self, layers: Sequence[Layer], rotary_of: Sequence[int]) -> None:
+    def __init__(self, layers: Sequence[Layer], rotary_of: Sequence[int], kernel: Kernel) -> None:
+        self.kernel = kernel
         first, mlp = _attention(layers[0]), layers[0].mlp
         assert isinstance(mlp, MLP)
         self.hidden, inner = first.o_proj.out_features, mlp.down_proj.in_features
@@ -87,11 +88,14 @@ class FusedLayers:
 
     @classmethod
     def of(cls, layers: Iterable[nn.Module], rotary_of: Sequence[int]) -> FusedLayers | None:
-        """None if a layer is of another kind, or a weight is not packed."""
+        """None for layers of another kind, or without `kernel_for`."""
         decoder_layers = [layer for layer in layers if isinstance(layer, Layer)]
         if len(decoder_layers) < len(rotary_of) or not all(map(_is_usual, decoder_layers)):
             return None
-        return cls(decoder_layers, rotary_of) if len({_shape(layer) for layer in decoder_layers}) == 1 else None
+        kernel = kernel_for(linear for layer in decoder_layers for linear in _linears(layer))
+        if kernel is None or len({_shape(layer) for layer in decoder_layers}) > 1:
+            return None
+        return cls(decoder_layers, rotary_of, kernel)
 
     def regions(self, num_rows: int, cache: LayerCache) -> KVRegions | None:
         """Keys and values for the rows. None: layers run one by one."""
@@ -191,7 +195,7 @@ class FusedLayers:
         stages = np.zeros(len(passes) * per_pass // 8, dtype=np.int64)
         passes[:, at.STAGES] = stages.ctypes.data + per_pass * np.arange(len(passes))
         threads = min(work.threads, self._num_threads())
-        RUN.call(arguments(len(passes), passes.ctypes.data), threads)
+        self.kernel.call(arguments(len(passes), passes.ctypes.data), threads)
         self._work = work
         if passes[:, at.FAULT].any():
             raise slot_error()
@@ -229,7 +233,7 @@ def _norms(layer: Layer) -> dict[int, nn.Module | None]:
 
 
 def _is_usual(layer: Layer) -> bool:
-    """Whether the kernel can compute this layer, on this machine."""
+    """Whether a kernel can compute this layer."""
     attention, mlp = layer.self_attn, layer.mlp
     kinds = type(layer) in (DecoderLayer, FusionLayer), type(attention) is Attention, type(mlp) is MLP
     if not all(kinds) or layer.input_layernorm is None or _attention(layer).sinks is not None:
@@ -240,9 +244,7 @@ def _is_usual(layer: Layer) -> bool:
     if len(set(map(eps_of, norms))) > 1:
         return False
     qkv, out, _, down = _linears(layer)
-    return not any(size % BLOCK for size in (qkv.out_features, out.out_features, down.in_features)) and all(
-        linear.in_place() is not None for linear in _linears(layer)
-    )
+    return not any(size % BLOCK for size in (qkv.out_features, out.out_features, down.in_features))
 
 
 def _shape(layer: Layer) -> tuple[float, ...]:
@@ -251,6 +253,13 @@ def _shape(layer: Layer) -> tuple[float, ...]:
     sizes = [size for linear in _linears(layer) for size in (linear.in_features, linear.out_features)]
     heads = attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.scale
     return (*sizes[1:], *heads, eps_of(layer.post_attention_layernorm))
+
+
+def kernel_for(linears: Iterable[Linear]) -> Kernel | None:
+    """None if not all are packed alike."""
+    places = [linear.in_place() for linear in linears]
+    found = {RUN_INT8 if place[1] else RUN_BFLOAT16 for place in places if place is not None}
+    return found.pop() if len(found) == 1 and None not in places else None
 
 
 def operand_width(linears: Iterable[Linear]) -> int:

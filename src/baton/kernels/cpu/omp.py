@@ -71,7 +71,6 @@ class Kernel:
     @functools.cached_property
     def _entries(self) -> tuple[Any, Any, int]:
         address = self._compiled.address
-        # The first keeps the GIL.
         return (
             ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(address),
             ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address),

@@ -88,11 +88,11 @@ def _noisiest(a: Any, n: int, noise_at: int, logits: Any, first: int) -> tuple[f
 
 
 @jit_inline
-def head(a: Any, scratch: int, stage: int) -> None:
+def head(a: Any, int8: Any, scratch: int, stage: int) -> None:
     """Two stages. Each piece of the logits keeps its best, and its second if margins are wanted."""
     num_rows, vocab, weight = a[NUM_SAMPLED], a[VOCAB], a[HEAD : HEAD + 3]
     total, mine = num_pieces(vocab), 0
-    x = operand(a, num_rows, a[OUTPUTS], a[HIDDEN], weight, stage)
+    x = operand(a, int8, num_rows, a[OUTPUTS], a[HIDDEN], stage)
     stage += STAGE_BYTES
     bests = carray(pointer(a[BESTS], np.float64(0.0)), (num_rows, total))
     places = carray(pointer(a[BESTS] + 8 * num_rows * total, np.int64(0)), (num_rows, total))
@@ -101,7 +101,7 @@ def head(a: Any, scratch: int, stage: int) -> None:
     while piece < total:
         first, count = outputs_of(vocab, piece)
         following = take_piece(stage)
-        multiply(num_rows, x, a[HIDDEN], weight, vocab, piece, scratch, BLOCK_BYTES, following)
+        multiply(int8, num_rows, x, a[HIDDEN], weight, vocab, piece, scratch, BLOCK_BYTES, following)
         for n in range(num_rows):
             logits = carray(pointer(scratch + n * BLOCK_BYTES, BF16), (count,))
             noise_at = number_at(a[NOISES], n) if a[NOISES] != 0 else 0

@@ -1,9 +1,9 @@
 """Passes of few rows of bfloat16 through decoder layers in one parallel region. A drafter's pass ends with the choice
-of tokens, with which the next one begins. A pass may be an LM head alone.
+of tokens, with which the next begins. A pass may be an LM head.
 
 Few rows are limited by reading weights. In one region, with stages that switch in a fraction of a microsecond
-(`stages`), memory stays busy. Each stage calls the functions of the standalone kernel
-and rounds at the same points, so the bits are equal.
+(`stages`), memory stays busy. Stages call the functions of standalone
+kernels and round at the same points: the bits are equal.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from baton.kernels.cpu.omp import Kernel, pointer, take
 
 
 @jit_inline
-def _layer(a: Any, number: int, layer: Any, scratch: int, is_last: bool) -> bool:
+def _layer(a: Any, int8: Any, number: int, layer: Any, scratch: int, is_last: bool) -> bool:
     hidden, inner, columns = a[HIDDEN], a[INNER], a[HIDDEN]
     queries = a[HEADS] * a[SIZE]
     merged = queries + 2 * a[KV_HEADS] * a[SIZE]
@@ -71,47 +71,57 @@ def _layer(a: Any, number: int, layer: Any, scratch: int, is_last: bool) -> bool
         columns = 2 * hidden
     else:
         norms(a, layer[INPUT_NORM], number_at(a[FEATURES], number), stage)
-    project(a, layer[QKV : QKV + 3], a[NORMED], columns, merged, a[MERGED], scratch, stage + STAGE_BYTES)
+    project(a, int8, layer[QKV : QKV + 3], a[NORMED], columns, merged, a[MERGED], scratch, stage + STAGE_BYTES)
     place = carray(pointer(a[PLACES] + 8 * 3 * number, np.int64(0)), (3,))
     # Rows of a drafter that are not sampled need no output.
     is_wanted = not is_last or a[EMBEDDING] == 0 or a[NUM_SAMPLED] > 0
     if not attend(a, layer, place, is_wanted, stage + 3 * STAGE_BYTES):
         return False
     if is_wanted:
-        project(a, layer[OUT : OUT + 3], a[ATTENDED], queries, hidden, 0, scratch, stage + 5 * STAGE_BYTES)
+        project(a, int8, layer[OUT : OUT + 3], a[ATTENDED], queries, hidden, 0, scratch, stage + 5 * STAGE_BYTES)
         norms(a, layer[POST_NORM], 0, stage + 7 * STAGE_BYTES)
-        gate(a, layer[GATE_UP : GATE_UP + 3], scratch, stage + 8 * STAGE_BYTES)
-        project(a, layer[DOWN : DOWN + 3], a[INNERS], inner, hidden, 0, scratch, stage + 10 * STAGE_BYTES)
+        gate(a, int8, layer[GATE_UP : GATE_UP + 3], scratch, stage + 8 * STAGE_BYTES)
+        project(a, int8, layer[DOWN : DOWN + 3], a[INNERS], inner, hidden, 0, scratch, stage + 10 * STAGE_BYTES)
     return True
 
 
 @jit_inline
-def _pass(a: Any, thread: int) -> bool:
+def _pass(a: Any, int8: Any, thread: int) -> bool:
     """Returns False for a slot or page that does not exist."""
     num_layers, scratch = a[NUM_LAYERS], a[SCRATCH] + thread * a[NUM_ROWS] * SCRATCH_BYTES
     layers = carray(pointer(a[LAYERS], np.int64(0)), (num_layers, NUM_COLUMNS))
     stage = a[STAGES] + num_layers * STAGES_PER_LAYER * STAGE_BYTES
     if a[FEATURES_IN] != 0:
         weight, last = a[FC : FC + 3], stage + 4 * STAGE_BYTES
-        project(a, weight, a[FEATURES_IN], a[FEATURES_WIDTH], a[HIDDEN], a[STATES], scratch, last)
+        project(a, int8, weight, a[FEATURES_IN], a[FEATURES_WIDTH], a[HIDDEN], a[STATES], scratch, last)
     for number in range(num_layers):
-        if not _layer(a, number, layers[number], scratch, number + 1 == num_layers):
+        if not _layer(a, int8, number, layers[number], scratch, number + 1 == num_layers):
             return False
     if a[NUM_SAMPLED] > 0:
         if a[FINAL_NORM] != 0:
             final_norms(a, stage)
-        head(a, scratch, stage + STAGE_BYTES)
+        head(a, int8, scratch, stage + STAGE_BYTES)
         choose(a, stage + 3 * STAGE_BYTES)
     return True
 
 
-def _run_passes(arguments: Any) -> None:
+@jit_inline
+def _run_passes(arguments: Any, int8: Any) -> None:
     given = carray(arguments, NUM_ARGUMENTS)
     thread = take(arguments)
     passes = carray(pointer(given[PASSES], np.int64(0)), (given[NUM_PASSES], NUM_FIELDS))
     for number in range(given[NUM_PASSES]):
-        if not _pass(passes[number], thread):
+        if not _pass(passes[number], int8, thread):
             return
 
 
-RUN = Kernel(_run_passes)
+def _run_bfloat16(arguments: Any) -> None:
+    _run_passes(arguments, None)
+
+
+def _run_int8(arguments: Any) -> None:
+    _run_passes(arguments, True)
+
+
+# Neither compiles the other's products.
+RUN_BFLOAT16, RUN_INT8 = Kernel(_run_bfloat16), Kernel(_run_int8)
