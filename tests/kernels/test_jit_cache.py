@@ -8,8 +8,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 import numba
 import pytest
@@ -33,6 +34,7 @@ def twice():
 """
 
 
+_PROGRAM = "from baton_probe.outer import twice; print(twice(), sum(twice.stats.cache_hits.values()))"
 Answer = Callable[[int], tuple[int, int]]
 
 
@@ -84,21 +86,55 @@ def test_what_cannot_be_written_is_compiled_again(answer: Answer, tmp_path: Path
     assert answer(3) == (6, 0)
 
 
-@pytest.mark.skipif(not Path("/proc/locks").exists(), reason="who waits for a lock is read from /proc")
-def test_a_process_waits_while_another_has_the_cache(answer: Answer, tmp_path: Path) -> None:
-    """It could load code that the other is about to replace."""
-    assert answer(3) == (6, 0)
-    (lock,) = (tmp_path / "cache").rglob("numba.lock")
-    program = "from baton_probe.outer import twice; print(twice())"
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Of another process with the cache."""
     found = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
-    with lock.open("a") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with subprocess.Popen([sys.executable, "-c", program], env=found, stdout=subprocess.PIPE, text=True) as other:
-            waits = f"-> FLOCK  ADVISORY  WRITE {other.pid} "
+    return {**found, "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+@pytest.fixture
+def compiling(answer: Answer, tmp_path: Path) -> Iterator[tuple[TextIO, subprocess.Popen[str], list[Path]]]:
+    """The lock of `twice`, held; a process that needs it, and prints as `answer`; its code, renamed."""
+    assert answer(3) == (6, 0)
+    (path,) = (tmp_path / "cache").rglob("outer.twice*.lock")
+    code = [*path.parent.glob("*.nb[ic]")]
+    for file in code:
+        file.rename(file.with_suffix(file.suffix + ".later"))
+    command, env = [sys.executable, "-c", _PROGRAM], environment(tmp_path)
+    with path.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as other:
             until = time.monotonic() + 60
-            while waits not in Path("/proc/locks").read_text():
+            while path not in [link.resolve() for link in Path(f"/proc/{other.pid}/fd").iterdir()]:
                 assert other.poll() is None
                 assert time.monotonic() < until
                 time.sleep(0.01)
-            fcntl.flock(held, fcntl.LOCK_UN)
-            assert other.communicate(timeout=60)[0] == "6\n"
+            yield lock, other, code
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="what a process waits for is read from /proc")
+def test_a_process_waits_while_another_compiles_and_loads_its_code(
+    compiling: tuple[TextIO, subprocess.Popen[str], list[Path]],
+) -> None:
+    """It would compile the same, and could load code that the other is about to replace."""
+    lock, other, code = compiling
+    for file in code:
+        file.with_suffix(file.suffix + ".later").rename(file)
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    assert other.communicate(timeout=60)[0] == "6 1\n"
+
+
+def test_a_function_that_another_process_keeps_locked_is_compiled_without_the_disk(
+    answer: Answer, tmp_path: Path
+) -> None:
+    """The other may have been stopped."""
+    assert answer(3) == (6, 0)
+    assert answer(4) == (8, 0)
+    (tmp_path / "baton_probe" / "inner.py").write_text(_INNER.format(number=3))
+    (path,) = (tmp_path / "cache").rglob("outer.twice*.lock")
+    impatient = "from baton.kernels.cpu import jit_cache; jit_cache._MOST_WAIT_S = 0.0; " + _PROGRAM
+    with path.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        command, env = [sys.executable, "-c", impatient], environment(tmp_path)
+        assert subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True).stdout == "6 0\n"
+    assert answer(4) == (8, 1), "the process has replaced the code"

@@ -1,7 +1,7 @@
 """A disk cache for Numba functions that any change in their sources invalidates.
 
 Numba itself checks only the function's own file, and raises for damaged files and full disks. Processes write its index
-and code without a lock: one could load old code.
+and code without a lock: one could load old code, several compile the same.
 """
 
 from __future__ import annotations
@@ -13,24 +13,26 @@ import hashlib
 import importlib.util
 import logging
 import re
-import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
 from numba.core.ccallback import CFunc
+from numba.core.compiler_lock import global_compiler_lock
 
 log = logging.getLogger(__name__)
 # Numba's decorators and types are not annotated.
 _numba: Any = numba
 F = TypeVar("F", bound=Callable[..., Any])
+_MOST_WAIT_S = 120.0
 _IMPORT = re.compile(r"^from (baton[\w.]*) import", re.MULTILINE)
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Any:
     dispatcher = _numba.njit(cache=True, **options)(function)
-    _stamp(dispatcher._cache, function.__module__)
+    _stamp(dispatcher, function.__module__)
     return dispatcher
 
 
@@ -40,7 +42,7 @@ def jit(function: F) -> F:
 
 
 def jit_inline(function: F) -> F:
-    """Compiled within its one caller: LLVM optimises code anew for each level of calls."""
+    """Compiled within its callers: LLVM optimises code anew for each level of calls."""
     return cast(F, compiled(function, nogil=True, error_model="numpy", inline="always"))
 
 
@@ -52,42 +54,67 @@ def jit_contract(function: F) -> F:
 def callback(function: Callable[..., Any], signature: Any, **options: Any) -> Any:
     made: Any = CFunc(function, (signature.args, signature.return_type), {}, {"nopython": True, **options})
     made.enable_caching()
-    _stamp(made._cache, function.__module__)
+    _stamp(made, function.__module__)
     made.compile()
     return made
 
 
-def _stamp(cache: Any, module: str) -> None:
+def _stamp(function: Any, module: str) -> None:
+    cache = function._cache
     # None without a writable folder.
     if (file := getattr(cache, "_cache_file", None)) is not None:
         file._source_stamp = source_digest(module)
         cache.load_overload = functools.partial(_load, cache, cache.load_overload)
         cache.save_overload = functools.partial(_save, cache, cache.save_overload)
+        function.compile = functools.partial(_compile, _lock_file(cache), function.compile)
 
 
-_turn = threading.RLock()
-_locked: list[Path] = []
+def _lock_file(cache: Any) -> Path:
+    return Path(cache._cache_file._index_path).with_suffix(".lock")
 
 
-@contextlib.contextmanager
-def _alone(cache: Any) -> Iterator[None]:
-    """No other process reads or writes the cache's folder. Code that is loaded may load more."""
-    folder = Path(cache.cache_path)
-    with _turn, contextlib.ExitStack() as held:
-        if folder not in _locked:
-            # A folder that cannot be written does not change.
-            with contextlib.suppress(OSError):
-                folder.mkdir(parents=True, exist_ok=True)
-                fcntl.flock(held.enter_context((folder / "numba.lock").open("a")), fcntl.LOCK_EX)
-            _locked.append(folder)
-            held.callback(_locked.remove, folder)
-        yield
+# Only this process uses their index and code.
+_locked: set[Path] = set()
+
+
+def _compile(lock: Path, compile_it: Callable[..., Any], *args: Any) -> Any:
+    """Others wait, and load the code."""
+    with global_compiler_lock, contextlib.ExitStack() as held:
+        if lock not in _locked and _take(lock, held):
+            _locked.add(lock)
+            held.callback(_locked.remove, lock)
+        return compile_it(*args)
+
+
+def _take(lock: Path, held: contextlib.ExitStack) -> bool:
+    """Lock until the end of `held`. False if another process, perhaps a stopped one, keeps the lock."""
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        file = held.enter_context(lock.open("a"))
+    except OSError:
+        return True  # a folder that cannot be written does not change
+    until, pause = time.monotonic() + _MOST_WAIT_S, 0.001
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        except OSError:
+            return True
+        else:
+            # A fork may have the file open longer.
+            held.callback(fcntl.flock, file, fcntl.LOCK_UN)
+            return True
 
 
 def _load(cache: Any, load: Callable[..., Any], *args: Any) -> Any:
+    if _lock_file(cache) not in _locked:
+        return None
     try:
-        with _alone(cache):
-            return load(*args)
+        return load(*args)
     except Exception as error:  # a damaged pickle
         _warn_once(f"compiled code cannot be read: {error!r}")
         with contextlib.suppress(OSError):
@@ -96,9 +123,10 @@ def _load(cache: Any, load: Callable[..., Any], *args: Any) -> Any:
 
 
 def _save(cache: Any, save: Callable[..., None], *args: Any) -> None:
+    if _lock_file(cache) not in _locked:
+        return
     try:
-        with _alone(cache):
-            save(*args)
+        save(*args)
     except OSError as error:
         _warn_once(f"compiled code is not kept for the next start: {error}")
 
@@ -110,7 +138,7 @@ def _warn_once(text: str) -> None:
 
 @functools.cache
 def source_digest(module: str) -> str:
-    """A hash of the files of `module` and of all Baton modules that it imports, directly or not."""
+    """A hash of `module` and of all Baton modules that it imports, directly or not."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(_files(module)))).hexdigest()
 
 
