@@ -28,8 +28,9 @@ $(TRANSPORTS): $(STAMP)
 demo: $(STAMP)
 	@$(BIN)/python -m benchmarks.demo
 
+# For two cores: one worker of three mostly waits for processes that its tests start.
 test: $(TRANSPORTS)
-	@env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(BY_FILE)
+	@env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 $(BY_FILE)
 
 conformance: $(TRANSPORTS)
 	@$(BIN)/python -m baton.testing.conformance

@@ -22,18 +22,19 @@ if TYPE_CHECKING:
 pytest.register_assert_rewrite("testkit")
 
 # The slowest files come first, so that no worker waits for another at the end of a run. Files that start processes
-# take turns with files that compute alone or wait. Of the first three, only one has engines: where nothing is compiled
-# yet, the kernels are compiled once.
+# take turns with files that compute alone or wait.
 LONGEST = (
     "e2e/test_verify_faults.py",
     "simulation/test_simulator.py",
     "transports/test_conformance_remote.py",
-    "simulation/test_mutations.py",
-    "e2e/test_verify.py",
     "bench/test_parity.py",
-    "e2e/test_chaos.py",
-    "e2e/test_real_model.py",
+    "server/test_deployment.py",
+    "simulation/test_mutations.py",
     "verify/test_engines.py",
+    "engine/models/test_every_drafter.py",
+    "e2e/test_chaos.py",
+    "e2e/test_verify.py",
+    "e2e/test_real_model.py",
     "drafters/test_assistant_stages.py",
     "engine/models/test_latents_and_experts.py",
     "e2e/test_leg_aborts.py",
@@ -41,10 +42,8 @@ LONGEST = (
     "e2e/test_transports.py",
     "engine/models/test_windowed_models.py",
     "e2e/test_bad_input.py",
-    "engine/models/test_every_drafter.py",
     "e2e/test_topologies.py",
     "kvstore/test_prefix_store.py",
-    "server/test_deployment.py",
     "tools/test_demo_checkpoints.py",
     "e2e/test_aborts.py",
     "tools/test_demo_training.py",
