@@ -111,8 +111,8 @@ def _one_silence_gives_up() -> list[Patch]:
 def _resumed_prompts_are_longer() -> list[Patch]:
     original = Joined.rest
 
-    def rest(self: Joined, attempt: int, waited_s: float = 0.0) -> GenerateRequest:
-        request = original(self, attempt, waited_s)
+    def rest(self: Joined, attempt: int, waited_s: float = 0.0, trusted: int | None = None) -> GenerateRequest:
+        request = original(self, attempt, waited_s, trusted)
         if attempt == 0:
             return request
         left = request.sampling_params.max_tokens - len(self.token_ids)
@@ -126,8 +126,8 @@ def _resumed_prompts_are_longer() -> list[Patch]:
 def _each_attempt_draws_a_seed() -> list[Patch]:
     original = Joined.rest
 
-    def rest(self: Joined, attempt: int, waited_s: float = 0.0) -> GenerateRequest:
-        request = original(self, attempt, waited_s)
+    def rest(self: Joined, attempt: int, waited_s: float = 0.0, trusted: int | None = None) -> GenerateRequest:
+        request = original(self, attempt, waited_s, trusted)
         seed = request.sampling_params.seed
         if attempt == 0 or seed is None:
             return request

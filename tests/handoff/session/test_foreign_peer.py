@@ -177,7 +177,7 @@ def test_a_ticket_of_another_key_is_refused_by_name(ends: tuple[Node, Node, Fore
     assert (nack["key"], nack["reason"], nack["message"]) == (
         key,
         "register_refused",
-        "ticket signature does not match",
+        "ticket signature does not match: it is signed with another ticket key",
     )
     d.say("CANCEL", key=key, reason="register_refused")
     assert d.hear("CANCELLED")["reason"] == "register_refused"

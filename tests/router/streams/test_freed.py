@@ -16,9 +16,10 @@ from testkit.servers.fleets import Cluster, complete
 
 def kept() -> list[str]:
     """Frames of the router that exceptions hold."""
-    tracebacks = [one for one in gc.get_objects() if isinstance(one, TracebackType)]
+    # `isinstance` asks a weak proxy for its class, which raises if its object is gone.
+    tracebacks: list[TracebackType] = [one for one in gc.get_objects() if type(one) is TracebackType]
     codes = [one.tb_frame.f_code for one in tracebacks]
-    return [f"{code.co_filename}:{code.co_qualname}" for code in codes if "/baton/router/" in code.co_filename]
+    return [f"{code.co_filename}:{code.co_name}" for code in codes if "/baton/router/" in code.co_filename]
 
 
 def both(fail: str) -> Callable[[Cluster], None]:
