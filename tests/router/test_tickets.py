@@ -47,6 +47,12 @@ async def alarms(session: aiohttp.ClientSession, url: str) -> list[str]:
     return [text for text in (await status_of(session, url))["alarms"] if "another ticket key" in text]
 
 
+async def assert_served(session: aiohttp.ClientSession, url: str, expected: Any) -> None:
+    status, answer = await complete(session, url)
+    assert status == 200, answer
+    assert bare(answer) == expected
+
+
 @pytest.mark.parametrize(
     ("other", "counts", "why"),
     [
@@ -70,9 +76,7 @@ async def test_engines_with_another_key_cost_no_request(
     async with cluster.run() as (url, session):
         expected = await expected_answer(directory, session)
         for _ in range(4):
-            status, answer = await complete(session, url)
-            assert status == 200, answer
-            assert bare(answer) == expected
+            await assert_served(session, url, expected)
         # Two, if both legs of the first request were refused.
         assert {len(one.requests) for one in strangers} <= {1, 2}
         assert len(await alarms(session, url)) == len(strangers)
@@ -119,9 +123,7 @@ async def test_a_leg_that_only_one_engine_refuses(directory: Path, role: str) ->
     async with cluster.run() as (url, session):
         expected = await expected_answer(directory, session)
         for number in (1, 2):
-            status, answer = await complete(session, url)
-            assert status == 200, answer
-            assert bare(answer) == expected
+            await assert_served(session, url, expected)
             assert len(refusing.requests) == number
         assert all(engine["healthy"] for engine in (await status_of(session, url))["engines"])
 
@@ -139,9 +141,7 @@ async def test_engines_that_refuse_each_other_cost_no_request(
     async with cluster.run() as (url, session):
         expected = await expected_answer(directory, session)
         for _ in range(4):
-            status, answer = await complete(session, url)
-            assert status == 200, answer
-            assert bare(answer) == expected
+            await assert_served(session, url, expected)
         state = await status_of(session, url)
         assert len(cluster.prefills[0].requests) == 1
         (alarm,) = state["alarms"]

@@ -84,8 +84,7 @@ class LayerStream:
             n, computed = request.prefill_len, rows.start + rows.num_rows
             if num_bytes < self._min_bytes or not (self._by_layer or computed == n):
                 continue
-            final = {name: self._cache.num_final(name, n, computed, 0) for name in self._names}
-            pages = self._cache.offered(request.kv, n)
+            final, pages = self._final(n, computed), self._cache.offered(request.kv, n)
             least = max(self._min_bytes, num_bytes // _MOST_REPORTS) if self._by_layer else num_bytes
             layers = WrittenLayers(self._agent, ticket.key, n, pages, final)
             self._streamed.append(_Streamed(forwarded, rows.start, least, layers))
@@ -107,9 +106,11 @@ class LayerStream:
         for one in self._streamed:
             computed = min(num_rows, one.rows.stop) - one.rows.start
             if computed > 0:
-                tokens, known = one.start + computed, one.layers.num_tokens
-                final = {name: self._cache.num_final(name, known, tokens, 0) for name in self._names}
+                final = self._final(one.layers.num_tokens, one.start + computed)
                 one.layers.report_tokens(final, max(self._groups_of) + 1)
+
+    def _final(self, num_known: int, num_computed: int) -> dict[str, int]:
+        return {name: self._cache.num_final(name, num_known, num_computed, 0) for name in self._names}
 
     def withdraw(self) -> None:
         for one in self._streamed:
