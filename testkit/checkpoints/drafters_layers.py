@@ -105,7 +105,8 @@ def block_drafter(path: Path, target_path: Path, method: str, num: int = 3, **ov
         **overrides,
     }
     config = model_class("qwen3").parse_config(raw)
-    drafter = {"dflash": DFlash, "dspark": DSpark}[method](config, raw, target, set(), target.build)
+    names = {"embed_tokens.weight", "lm_head.weight"} if raw["hidden_size"] != known["hidden_size"] else set()
+    drafter = {"dflash": DFlash, "dspark": DSpark}[method](config, raw, target, names, target.build)
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(raw))
     save_file(_random_weights(drafter, 3), path / "model.safetensors", metadata={"format": "pt"})

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from baton.drafters import assistant
@@ -263,6 +264,20 @@ def test_an_assistant_that_does_not_fit_its_target_is_refused(
     inner = raw["text_config"] | fields.get("text_config", {})
     (tmp_path / "config.json").write_text(json.dumps({**raw, **fields, "text_config": inner}))
     with pytest.raises(CheckpointError, match=text):
+        load_drafter("assistant", tmp_path, load_model(target))
+
+
+@pytest.mark.parametrize("last", [0, 260, -1])
+def test_clusters_without_each_token_once_are_refused(last: int, made: Callable[..., Made], tmp_path: Path) -> None:
+    """Each draft would read logits that do not exist, and fail its request."""
+    target, spec, _ = made("gemma4", 3, num_centroids=26)
+    for file in Path(spec["model"]).iterdir():
+        shutil.copy(file, tmp_path)
+    name, tensors = "masked_embedding.token_ordering", load_file(tmp_path / "model.safetensors")
+    order = torch.arange(260)
+    order[-1] = last
+    save_file({**tensors, name: order}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"tensor {name} does not list each token once"):
         load_drafter("assistant", tmp_path, load_model(target))
 
 

@@ -156,6 +156,7 @@ def test_a_markov_head_adds_what_follows_the_token_before(target_path: Path, tar
         ("dflash", {"dflash_config": {"mask_token_id": 999, "target_layer_ids": [0]}}, "mask_token_id is 999"),
         ("dflash", {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [1, 0]}}, "target_layer_ids is"),
         ("dflash", {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [9]}}, "target_layer_ids is"),
+        ("dflash", {"num_target_layers": 36}, "num_target_layers is 36, and the target has 3"),
         ("dflash", {"is_neox_style": False}, "is_neox_style is False"),
         ("dflash", {"model_type": "llama"}, "model_type is 'llama'"),
         ("dspark", {"markov_head_type": "rnn"}, "markov_head_type is 'rnn'"),
@@ -170,3 +171,15 @@ def test_configs_of_other_block_drafters_are_refused(
     edit(tmp_path, fields)
     with pytest.raises(CheckpointError, match=text):
         load_drafter(method, spec["model"], target)
+
+
+@pytest.mark.parametrize("num_target_layers", [2, 3, None])
+def test_a_narrow_block_drafter_needs_a_head_of_its_own(
+    num_target_layers: int | None, target_path: Path, target: CausalLM, tmp_path: Path
+) -> None:
+    """With the target's, each of its drafts would fail, and with it the request."""
+    spec = block_drafter(tmp_path, target_path, "dflash", hidden_size=32, num_target_layers=num_target_layers)
+    load_drafter("dflash", spec["model"], target)
+    edit(tmp_path, tensors={"lm_head.weight": None})
+    with pytest.raises(CheckpointError, match=r"no lm_head\.weight, .* hidden_size of 64, not 32"):
+        load_drafter("dflash", spec["model"], target)

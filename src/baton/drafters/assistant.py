@@ -78,6 +78,12 @@ class Clusters(nn.Module):
         self.centroids = Linear(config.hidden_size, num, build)
         self.register_buffer("token_ordering", torch.empty(config.vocab_size, dtype=torch.int64, device=build.device))
 
+    def check_order(self) -> None:
+        """Raises `CheckpointError`."""
+        order = self.get_buffer("token_ordering")
+        if not torch.equal(order.sort().values, torch.arange(len(order), device=order.device)):
+            raise CheckpointError("drafter: tensor masked_embedding.token_ordering does not list each token once")
+
     def masked(self, logits_TV: Tensor, states_TE: Tensor) -> Tensor:
         """The logits, with values below the least allowed one for all other tokens."""
         best = self.centroids(states_TE).topk(self._top_k, dim=-1).indices
@@ -130,6 +136,8 @@ class Assistant(nn.Module):
             return None if name.endswith("rotary_emb.inv_freq") else name.removeprefix("model.")
 
         fill_module(drafter, path, rename)
+        if drafter.masked_embedding is not None:
+            drafter.masked_embedding.check_order()
         return drafter.eval()
 
     def combine(self, hidden_TE: Tensor, aux: list[Tensor]) -> Tensor:

@@ -121,6 +121,11 @@ class DFlash(HeadDrafter):
         self.norm = RMSNorm(config.hidden_size, config.rms_eps, build)
         if "lm_head.weight" in names:
             self.add_head(config.hidden_size, config.vocab_size, build)
+        elif config.hidden_size != target.hidden_size:
+            raise CheckpointError(
+                f"drafter: no lm_head.weight, and the target's is for a hidden_size of {target.hidden_size}, "
+                f"not {config.hidden_size}"
+            )
 
     @classmethod
     def load(cls, path: str, target: CausalLM, build: Build) -> DFlash:
@@ -210,11 +215,15 @@ def _mask_token(raw: RawConfig, vocab_size: int) -> int:
 
 def _aux_layers(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
     """The config's id i means the output of layer i, which enters layer i + 1."""
-    ids = _flat_config(raw).get("target_layer_ids")
+    own = _flat_config(raw)
+    ids, count = own.get("target_layer_ids"), own.get("num_target_layers")
     valid = isinstance(ids, list) and all(type(i) is int and 0 <= i < num_layers for i in ids)
     if not isinstance(ids, list) or not ids or not valid or ids != sorted(set(ids)):
         what = f"expected ascending layers in 0..{num_layers - 1}"
         raise CheckpointError(f"drafter: config.json: target_layer_ids is {ids!r}, {what}")
+    # Some count the ids.
+    if count not in (None, num_layers, len(ids)):
+        raise CheckpointError(f"drafter: config.json: num_target_layers is {count!r}, and the target has {num_layers}")
     return tuple(i + 1 for i in ids)
 
 
