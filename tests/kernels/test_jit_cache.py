@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib
 import os
@@ -138,3 +139,21 @@ def test_a_function_that_another_process_keeps_locked_is_compiled_without_the_di
         command, env = [sys.executable, "-c", impatient], environment(tmp_path)
         assert subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True).stdout == "6 0\n"
     assert answer(4) == (8, 1), "the process has replaced the code"
+
+
+def test_a_stopped_process_is_waited_for_once_however_many_functions_it_keeps(answer: Answer, tmp_path: Path) -> None:
+    assert answer(3) == (6, 0)
+    locks = [*(tmp_path / "cache").rglob("*.lock")]
+    assert len(locks) == 2, "a function and the one that it calls"
+    # Sleeping takes no time.
+    clock = (
+        "from types import SimpleNamespace; from baton.kernels.cpu import jit_cache; slept = []; "
+        "jit_cache.time = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append); "
+    )
+    command = [sys.executable, "-c", f"{clock}{_PROGRAM}; print(round(sum(slept)))"]
+    with contextlib.ExitStack() as held:
+        for path in locks:
+            fcntl.flock(held.enter_context(path.open("a")), fcntl.LOCK_EX)
+        done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True)
+    assert done.stdout.split() == ["6", "0", "120"]
+    assert done.stderr.count("compiling without it") == 1

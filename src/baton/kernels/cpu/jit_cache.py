@@ -23,10 +23,10 @@ from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
 
 log = logging.getLogger(__name__)
-# Numba's decorators and types are not annotated.
+# Not annotated.
 _numba: Any = numba
 F = TypeVar("F", bound=Callable[..., Any])
-_MOST_WAIT_S = 120.0
+_MOST_WAIT_S, _TOLD_AFTER_S = 120.0, 5.0
 _IMPORT = re.compile(r"^from (baton[\w.]*) import", re.MULTILINE)
 
 
@@ -75,6 +75,8 @@ def _lock_file(cache: Any) -> Path:
 
 # Only this process uses their index and code.
 _locked: set[Path] = set()
+# Waited for in vain.
+_stuck: set[Path] = set()
 
 
 def _compile(lock: Path, compile_it: Callable[..., Any], *args: Any) -> Any:
@@ -87,27 +89,36 @@ def _compile(lock: Path, compile_it: Callable[..., Any], *args: Any) -> Any:
 
 
 def _take(lock: Path, held: contextlib.ExitStack) -> bool:
-    """Lock until the end of `held`. False if another process, perhaps a stopped one, keeps the lock."""
+    """Lock until the end of `held`. False if another process keeps it."""
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         file = held.enter_context(lock.open("a"))
     except OSError:
-        return True  # a folder that cannot be written does not change
-    until, pause = time.monotonic() + _MOST_WAIT_S, 0.001
+        return True  # an unwritable folder does not change
+    began, pause = time.monotonic(), 0.001
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if time.monotonic() > until:
+            if _is_stuck(lock, time.monotonic() - began):
                 return False
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         except OSError:
             return True
         else:
-            # A fork may have the file open longer.
+            # A fork may keep the file open.
             held.callback(fcntl.flock, file, fcntl.LOCK_UN)
             return True
+
+
+def _is_stuck(lock: Path, waited_s: float) -> bool:
+    if waited_s > _TOLD_AFTER_S:
+        _tell_once(f"waiting up to {_MOST_WAIT_S:.0f} s for a kernel that another process compiles ({lock})")
+    if waited_s > _MOST_WAIT_S:
+        _stuck.add(lock)
+        _warn_once(f"another process, perhaps a stopped one, does not release {lock}: compiling without it")
+    return bool(_stuck)
 
 
 def _load(cache: Any, load: Callable[..., Any], *args: Any) -> Any:
@@ -134,6 +145,11 @@ def _save(cache: Any, save: Callable[..., None], *args: Any) -> None:
 @functools.cache
 def _warn_once(text: str) -> None:
     log.warning("%s", text)
+
+
+@functools.cache
+def _tell_once(text: str) -> None:
+    log.info("%s", text)
 
 
 @functools.cache
