@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import StrictDataclassError
 
 import baton.models
 from baton.errors import CheckpointError
@@ -21,6 +22,7 @@ FIELDS = sorted(
         for name in re.findall(r'"([a-z][a-z0-9_]{3,40})"', path.read_text("utf-8"))
     }
 )
+NAMES = ["llama", "mistral", "qwen2", "qwen3", *moe.SHAPES, *written.WRITTEN]
 _GROUPED = ("mixtral", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next")
 ODD: list[Any] = [None, True, -1, 0, 3, 1.5, "x", [], {}, [[1]] * 4, [{}] * 3, 1 << 40, 1e308, float("nan")]
 ODD += ["a" * 9000, "\n\x1b[31m", {"rope_type": []}, {"rope_type": "yarn", "factor": float("nan")}, {"main": []}]
@@ -49,7 +51,54 @@ def test_a_field_left_out_is_what_transformers_takes(model_type: str) -> None:
     assert parse({**sizes, "model_type": model_type}) == parse({**config(**sizes).to_dict(), "model_type": model_type})
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", *moe.SHAPES, *written.WRITTEN])
+@pytest.mark.parametrize("name", NAMES)
+def test_one_field_left_out_is_what_transformers_takes(name: str) -> None:
+    """Or one of both refuses the rest."""
+    mapping = pytest.importorskip("transformers").models.auto.configuration_auto.CONFIG_MAPPING
+    raw, taken = base(name), 0
+    parse, config = model_class(raw["model_type"]).parse_config, mapping[raw["model_type"]]
+    for field in sorted(raw.keys() - {"model_type"}):
+        rest = {key: value for key, value in raw.items() if key != field}
+        try:
+            ours, theirs = parse(rest), parse({**config.from_dict(rest).to_dict(), "model_type": raw["model_type"]})
+        except (CheckpointError, StrictDataclassError):
+            continue
+        taken += 1
+        assert ours == theirs, field
+    assert taken > len(raw) // 2
+
+
+_ROPES: dict[str, dict[str, Any]] = {
+    "main": {"rope_type": "default", "rope_theta": 1e4},
+    "compress": {"rope_type": "default", "rope_theta": 1e5},
+}
+_KINDS: dict[str, dict[str, Any]] = {
+    "sliding_attention": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6},
+}
+_YARN = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+_INSIDE = {**_ROPES, "main": {**_ROPES["main"], "partial_rotary_factor": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "why"),
+    [
+        ("deepseek_v4", {"rope_scaling": _YARN, "rope_parameters": _ROPES}, "rope_parameters and rope_scaling differ"),
+        ("deepseek_v4", {"rope_parameters": _INSIDE}, "is 1.0, which does not rotate 8 dimensions of 16"),
+        ("gemma3_text", {"rope_scaling": _YARN}, "expected it with rope_type"),
+        ("gemma4_text", {"rope_parameters": _KINDS}, "sliding_attention of rope_parameters is .*not supported"),
+    ],
+)
+def test_ropes_that_transformers_reads_otherwise_are_refused(name: str, fields: dict[str, Any], why: str) -> None:
+    """It scales nothing, scales by the other field, or rotates as many dimensions as an inner field says."""
+    raw = {**base(name), "hidden_size_per_layer_input": 0}
+    parse = model_class(raw["model_type"]).parse_config
+    parse(raw)
+    with pytest.raises(CheckpointError, match=why):
+        parse({**raw, **fields})
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_an_odd_value_is_taken_or_refused_by_name(name: str) -> None:
     raw, rng = base(name), random.Random(name)
     parse = model_class(raw["model_type"]).parse_config

@@ -12,7 +12,16 @@ from torch import Tensor, nn
 
 from baton.errors import CheckpointError
 from baton.models.base import CausalLM, Decoder
-from baton.models.config import ModelConfig, RawConfig, RopeSpec, decoder_fields, get_float, get_int, read_rope
+from baton.models.config import (
+    ModelConfig,
+    RawConfig,
+    RopeSpec,
+    decoder_fields,
+    get_float,
+    get_int,
+    read_rope,
+    rope_section,
+)
 from baton.models.families.compressed import CompressedSpec
 from baton.models.families.deepseek import require_value
 from baton.models.families.deepseek_v4 import V4Config, V4Layer
@@ -107,7 +116,7 @@ def _parse(raw: RawConfig) -> V4Config:
     fields = decoder_fields({**raw, **ropes, "intermediate_size": raw["moe_intermediate_size"]}, 1 << 20)
     layers, rotary_dim = fields["num_layers"], _rotary_dim(raw, fields["head_dim"])
     kinds, max_position = _kinds(raw, layers), fields["max_position"]
-    local, far = _ropes(raw, max_position)
+    local, far = _ropes(raw, max_position, fields["head_dim"], rotary_dim)
     window = get_int(raw, "sliding_window", 128)
     inner = get_int(raw, "moe_intermediate_size")
     return V4Config(
@@ -177,17 +186,20 @@ def _hashed(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
     return tuple(kind == _HASHED for kind in kinds)
 
 
-def _ropes(raw: RawConfig, max_position: int) -> tuple[RopeSpec, RopeSpec]:
+def _ropes(raw: RawConfig, max_position: int, head_dim: int, rotary_dim: int) -> tuple[RopeSpec, RopeSpec]:
     """Rotary embeddings of layers with only a window, and of others. YaRN does not scale cos and sin, as published."""
-    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(given, Mapping):
-        raise CheckpointError(f"config.json: rope_parameters is {given!r}, expected an object")
+    given = rope_section(raw)
     local, far = given.get("main"), given.get("compress")
     if not isinstance(local, Mapping) or not isinstance(far, Mapping):
         local = {"rope_theta": get_float(raw, "rope_theta", 1e4)}
         far = {**given, "rope_theta": get_float(raw, "compress_rope_theta", 1.6e5)}
         if far.get("rope_type", far.get("type")) == "yarn":
             far.setdefault("attention_factor", 1.0)
+    for section in (local, far):
+        own = section.get("partial_rotary_factor")
+        if own is not None and int(head_dim * get_float(section, "partial_rotary_factor")) != rotary_dim:
+            what = f"partial_rotary_factor of rope_parameters is {own!r}, which does not rotate {rotary_dim} dimensions"
+            raise CheckpointError(f"config.json: {what} of {head_dim}")
     return read_rope(local, {}, max_position), read_rope(far, {}, max_position)
 
 

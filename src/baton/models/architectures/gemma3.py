@@ -130,6 +130,9 @@ def _ropes(raw: RawConfig, max_position: int) -> tuple[RopeSpec, RopeSpec]:
     for name, section in (("full_attention", full), ("sliding_attention", local), ("rope_scaling", scaling)):
         if not isinstance(section, Mapping) or section.get("partial_rotary_factor") not in (None, 1.0):
             raise CheckpointError(f"config.json: {name} of rope_parameters is {section!r}, which is not supported")
+    if "type" in scaling and "rope_type" not in scaling:
+        # transformers ignores it.
+        raise CheckpointError(f"config.json: rope_scaling is {scaling!r}, expected it with rope_type")
     local_base = {"rope_theta": raw.get("rope_local_base_freq")}
     return (
         read_rope({**full, **scaling}, raw, max_position, theta_default=1e6),

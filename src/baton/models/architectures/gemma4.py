@@ -220,6 +220,8 @@ def _rope(section: object, kind: str, max_position: int) -> RopeSpec:
     if not isinstance(section, Mapping):
         raise CheckpointError(f"config.json: {kind} of rope_parameters is {section!r}, expected an object")
     if section.get("rope_type") != "proportional":
+        if section.get("partial_rotary_factor") not in (None, 1.0):
+            raise CheckpointError(f"config.json: {kind} of rope_parameters is {section!r}, which is not supported")
         return read_rope(section, {}, max_position)
     params = {name: get_float(section, name, 1.0) for name in ("partial_rotary_factor", "factor")}
     return RopeSpec("proportional", get_float(section, "rope_theta"), params)
