@@ -216,6 +216,9 @@ def test_memory_is_bounded() -> None:
         index.apply(stored([number], [number] * 4))
     assert index.num_blocks <= 100
     assert index.num_tokens(PromptBlocks([999] * 5)) == 4
+    many = list(range(5000, 6000))
+    index.apply(stored(many, many * 4))
+    assert index.num_blocks <= 100, "also of one event"
     recorder = EventRecorder(10)
     told = _Watched()
     told.recorder = recorder
@@ -227,6 +230,15 @@ def test_memory_is_bounded() -> None:
     cache.advance(tables, tokens, 100, 100)
     assert isinstance(recorder.take()[0], AllBlocksCleared), "who could not be told all forgets all"
     assert recorder.num_lost > 0
+
+
+@pytest.mark.parametrize("bad", [b"x" * 65, 7], ids=["hash", "token"])
+def test_memory_is_bounded_though_each_event_ends_with_a_bad_block(bad: bytes | int) -> None:
+    index = BlockIndex(max_blocks=100)
+    for number in range(1000):
+        index.apply(stored([number + 10, bad], [number] * 7 + [1 if isinstance(bad, bytes) else 1 << 63]))
+    assert index.num_unknown == 1000
+    assert index.num_blocks <= 100
 
 
 def test_order_gaps_and_restarts() -> None:

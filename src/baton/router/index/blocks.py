@@ -6,6 +6,7 @@ tokens and its extra keys. Prompts get keys in the same way.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from baton.kvevents.messages import AllBlocksCleared, BlockHash, BlockStored, KVEvent
@@ -117,42 +118,45 @@ class BlockIndex:
 
     def _store(self, event: BlockStored) -> bool:
         """Returns False, without changes, if the parent is unknown."""
-        index, size, hashes = event.group_idx or 0, event.block_size, event.block_hashes
-        if not hashes:
+        if not event.block_hashes:
             return True  # from vLLM, for a block that left the window before it was full
-        sane = 0 <= index < _MAX_GROUPS and 0 < size <= _MAX_BLOCK_SIZE and len(event.token_ids) == size * len(hashes)
-        group = self._groups.get(index)
-        if not sane or (group is not None and group.block_size != size):
+        if not self._is_sane(event):
             self.num_unknown += 1
             return True
-        parent = 0 if event.parent_block_hash is None else self._key_of(event.parent_block_hash, size)
+        before = event.parent_block_hash
+        parent = 0 if before is None else self._key_of(before, event.block_size)
         if parent is None:
             return False
-        if group is None:
-            window = event.kv_cache_spec_sliding_window or 0
-            group = self._groups[index] = _Group(size, event.kv_cache_spec_kind or "", window)
-        extra = event.extra_keys or []
-        for number, own in enumerate(hashes):
-            keys = extra[number] if number < len(extra) else None
-            if keys is None and not number and event.parent_block_hash is None and event.cache_salt:
-                keys = (event.cache_salt,)
-            if keys is None and event.lora_name:
-                keys = (event.lora_name,)
-            try:
-                parent = next_key(parent, event.token_ids[number * size : (number + 1) * size], keys)
-            except OverflowError:
-                self.num_unknown += 1
-                return True
-            if isinstance(own, bytes) and len(own) > _MAX_HASH_BYTES:
-                self.num_unknown += 1
-                return True
-            if own not in group.keys:
-                group.keys[own] = parent
-                group.held[parent] = group.held.get(parent, 0) + 1
-                self.num_blocks += 1
-        if self.num_blocks > self._max_blocks:
+        group = self._group_of(event)
+        try:
+            for own, key in _keyed_blocks(event, parent):
+                self._add(group, own, key)
+        except OverflowError:
+            self.num_unknown += 1
+        while self.num_blocks > self._max_blocks:
             self._shrink()
         return True
+
+    def _is_sane(self, event: BlockStored) -> bool:
+        index, size = event.group_idx or 0, event.block_size
+        if not (0 <= index < _MAX_GROUPS and 0 < size <= _MAX_BLOCK_SIZE):
+            return False
+        group = self._groups.get(index)
+        is_full = len(event.token_ids) == size * len(event.block_hashes)
+        return is_full and (group is None or group.block_size == size)
+
+    def _group_of(self, event: BlockStored) -> _Group:
+        index = event.group_idx or 0
+        if index not in self._groups:
+            kind, window = event.kv_cache_spec_kind or "", event.kv_cache_spec_sliding_window or 0
+            self._groups[index] = _Group(event.block_size, kind, window)
+        return self._groups[index]
+
+    def _add(self, group: _Group, own: BlockHash, key: int) -> None:
+        if own not in group.keys:
+            group.keys[own] = key
+            group.held[key] = group.held.get(key, 0) + 1
+            self.num_blocks += 1
 
     def _key_of(self, block_hash: BlockHash, block_size: int) -> int | None:
         """The key of a block of any group; equal hashes have equal tokens. The parent of a window's first block, or of
@@ -176,3 +180,18 @@ class BlockIndex:
         for group in self._groups.values():
             for own in list(group.keys)[: -(-len(group.keys) // 10)]:
                 self._remove(group, own)
+
+
+def _keyed_blocks(event: BlockStored, parent: int) -> Iterator[tuple[BlockHash, int]]:
+    """The event's blocks with their keys. Raises `OverflowError` for a token or hash out of range."""
+    size, extra = event.block_size, event.extra_keys or []
+    for number, own in enumerate(event.block_hashes):
+        if isinstance(own, bytes) and len(own) > _MAX_HASH_BYTES:
+            raise OverflowError("a block's hash is too long")
+        keys = extra[number] if number < len(extra) else None
+        if keys is None:
+            begins_prompt = number == 0 and event.parent_block_hash is None
+            name = (event.cache_salt if begins_prompt else None) or event.lora_name
+            keys = (name,) if name else None
+        parent = next_key(parent, event.token_ids[number * size : (number + 1) * size], keys)
+        yield own, parent
