@@ -265,13 +265,13 @@ class Router:
                     identity=model.identity,
                 )
                 self.clients[wire.request_id] = request
-                before = backend.recoveries.copy()
+                before = backend.recovery.counts.copy()
                 attempts: list[str] = []
                 on_route = lambda why, engines: attempts.append(why)  # noqa: E731
                 async with contextlib.aclosing(backend.generate(wire, None, on_route)) as chunks:
                     async for chunk in chunks:
                         outcome = self._got(request, chunk) or outcome
-                if len(attempts) > 1 and backend.recoveries != before:
+                if len(attempts) > 1 and backend.recovery.counts != before:
                     request.rungs.add("again")
         except asyncio.TimeoutError:
             outcome = "timeout"

@@ -72,7 +72,7 @@ def run_seed(seed: int, faults: Collection[str] = FAULTS, tracing: bool = False)
         world.trace,
     )
     for router in cluster.routers:
-        result.rungs.update(router.backend.recoveries)
+        result.rungs.update(router.backend.recovery.counts)
         for outcome, count in router.backend.hand_backs.counts.items():
             result.rungs[f"hand-back {outcome}"] += count
     result.rungs["preempt"] = sum(process.engine.scheduler.num_preemptions for process in cluster.by_uid.values())

@@ -8,8 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from baton.router import router_backend
+from baton.router import recovery
+from baton.router.attempt import RequestProgress
 from baton.router.join import Joined, TokenMismatch
+from baton.router.routes import Decisions, Route
 from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingParams
 from baton.wire import GenerateRequest
@@ -24,14 +26,16 @@ async def test_a_client_that_leaves_as_a_near_tie_is_measured_is_cancelled(monke
         asyncio.get_running_loop().call_soon(task.cancel)
         return 0.0
 
-    monkeypatch.setattr(router_backend, "measure_gap", measure_gap)
-    pool = SimpleNamespace(timers=RouterTimers(), max_num_seqs=lambda: None, loads=None, read_loads=lambda: None)
-    router = router_backend.RouterBackend(cast(Any, pool), cast(Any, None), near_tie=1.0)
+    monkeypatch.setattr(recovery, "measure_gap", measure_gap)
+    other: Any = None
+    pool: Any = SimpleNamespace(timers=RouterTimers())
+    attempts = recovery.AttemptRecovery(pool, other, other, Decisions(), lambda *_: None, near_tie=1.0)
     request = GenerateRequest(request_id="r", prompt_token_ids=[1], sampling_params=SamplingParams())
-    prefill = cast(Any, SimpleNamespace(client=None))
+    engine = cast(Any, SimpleNamespace(client=None))
+    progress = RequestProgress(Joined(request), hand_off=False)
 
     async def serve() -> None:
-        assert await router._is_near_tie(Joined(request), TokenMismatch(0, 1, 2), prefill)
+        assert await attempts.after_mismatch(progress, Route("handed_off", engine, engine), TokenMismatch(0, 1, 2))
         await asyncio.sleep(3600)
 
     task = asyncio.create_task(serve())

@@ -281,12 +281,12 @@ def _rows(backend: RouterBackend, queue: AdmissionLimit) -> Iterator[Row]:
     text = "Requests that an engine declined, since it lacked more of their prompt than was thought."
     yield counter("router_stale_prefixes", text, backend.decisions.stale)
     for rung in RECOVERIES[1:]:
-        yield counter("router_recoveries", "Requests sent again, by rung.", backend.recoveries[rung], rung=rung)
+        yield counter("router_recoveries", "Requests sent again, by rung.", backend.recovery.counts[rung], rung=rung)
     for kind, count in fault_counts(backend).items():
         yield gauge("router_alarms", "Alarms in /status that hold now, by kind.", count, kind=kind)
     yield from backend.hand_backs.rows()
     yield from backend.concurrency.rows()
-    yield counter("router_near_ties", "First tokens that differed by a near-tie.", backend.near_ties)
+    yield counter("router_near_ties", "First tokens that differed by a near-tie.", backend.recovery.near_ties)
     yield gauge("router_handoffs_active", "Handoffs that run.", backend.num_active_handoffs)
     for engine in backend.pool.engines:
         labels: dict[str, str] = {"url": engine.url, "role": engine.role}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 
 from baton.errors import BatonError, is_refusal, reason_label
@@ -33,7 +33,8 @@ class RequestProgress:
     fruitless: int = 0  # attempts in a row without a new token
     decided: bool = False  # an engine has accepted the request
     route: Route | None = None  # if known already, of the next attempt
-    ended: list[BatonError] = field(default_factory=list)  # raised where no variable holds it
+    # The error to raise. A local variable would form a cycle with its frame.
+    ended: list[BatonError] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -50,13 +51,11 @@ class RunningAttempt:
     on_failure: Callable[[str], None] = lambda error: None
     outcome: HandoffOutcome = "aborted"
     ended: Callable[[HandoffOutcome, BaseException | None], None] | None = None
-    _entered: list[AbstractContextManager[Callable[[], None]]] = field(default_factory=list)
+    _entered: ExitStack = field(default_factory=ExitStack)
 
     async def __aenter__(self) -> RunningAttempt:
         try:
-            for leg in self.counted:
-                self.prefilled.append(leg.__enter__())
-                self._entered.append(leg)
+            self.prefilled += [self._entered.enter_context(leg) for leg in self.counted]
         except BaseException as error:
             self._leave(error)
             raise
@@ -69,14 +68,10 @@ class RunningAttempt:
             self._leave(error)
 
     def _leave(self, error: BaseException | None) -> None:
-        """All legs, even if one raises."""
         try:
-            if self._entered:
-                self._entered.pop().__exit__(None, None, None)
+            self._entered.close()
         finally:
-            if self._entered:
-                self._leave(error)
-            elif self.ended is not None:
+            if self.ended is not None:
                 self.ended(self.outcome, error)
 
     def note(self, chunk: TokenChunk, leg: LegRole) -> None:

@@ -5,21 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, get_args
 
 import msgspec
 
-from baton.error_help import OTHER_TICKET_KEY, code_of
+from baton.error_help import code_of
 from baton.errors import (
     BatonError,
-    EngineLostError,
     EngineUnavailableError,
     HandoffError,
-    LegRefusedError,
-    OverloadedError,
     ProtocolError,
     RequestError,
     reason_label,
@@ -34,32 +30,25 @@ from baton.router.connectors.base import Connector, HandoffOutcome, Legs
 from baton.router.hand_back import HandBacks, HandBackWatch
 from baton.router.join import Joined, LegFailed, TokenMismatch, join_legs
 from baton.router.leg_tasks import Chunks, LegItems, frameless
-from baton.router.near_tie import measure_gap
 from baton.router.observer import RequestObserver
 from baton.router.policies import PolicyConfig, create_policies
 from baton.router.pool import EnginePool
 from baton.router.pooled_engine import NO_CHARGE, OnLost, PooledEngine
-from baton.router.routes import PREFIX_MISSING, Decisions, Route, Routes
+from baton.router.recovery import AttemptRecovery
+from baton.router.routes import Decisions, Route, Routes
 from baton.sampling_params import SamplingParams
 from baton.timeouts import timeout
-from baton.wire import GenerateRequest, LegRole, Mode, Recovery, TokenChunk, allows_recovery
+from baton.wire import GenerateRequest, LegRole, Mode, Recovery, TokenChunk
 
-logger = logging.getLogger(__name__)
-
-# In a row without a new token, since a request may crash every engine.
-MAX_ATTEMPTS = 3
 _PATIENCE_STEP_S = 0.1
 MayMove = Callable[[PooledEngine], bool]
 
 
 class RouterBackend:
-    """A failed attempt is followed by another that continues the client's tokens, as far as `recovery` allows
-    (docs/lifecycle.md). `handoffs` counts attempts by outcome: `finished_early` (the first token was the last),
-    `aborted` (a stop string was found, the client left, the request was refused, or tokens did not match), `failed` (by
-    reason in `failures`). `recoveries` counts by rung. `observer` may be replaced before the first request.
-
-    If two engines sample different tokens, the client keeps the one it has. At a near-tie (at most `near_tie` nats) the
-    decode engine continues from there; otherwise the request fails.
+    """A failed attempt may be followed by another that continues the client's tokens (`recovery`). `handoffs` counts
+    attempts by outcome: `finished_early` (the first token was the last), `aborted` (a stop string was found, the client
+    left, the request was refused, or tokens did not match), `failed` (by reason in `failures`). `observer` may be
+    replaced before the first request.
     """
 
     OUTCOMES: tuple[str, ...] = ("started", *get_args(HandoffOutcome))
@@ -84,14 +73,19 @@ class RouterBackend:
         self.allows_kv_mode = allow_mode_override
         self.handoffs: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
-        self.recoveries: Counter[str] = Counter()
         self.observer = RequestObserver()
-        self.near_ties = 0
+        self.recovery = AttemptRecovery(
+            pool,
+            connector,
+            self._routes,
+            self.decisions,
+            lambda *recovered: self.observer.on_recovery(*recovered),
+            recovery,
+            near_tie,
+        )
         self.num_active_handoffs = 0
         self._connector = connector
         self._kv_mode: Mode = kv_mode
-        self._recovery: Recovery = recovery
-        self._near_tie = near_tie
         self._background: set[asyncio.Task[None]] = set()
 
     def model(self) -> ServedModel:
@@ -126,7 +120,7 @@ class RouterBackend:
                         on_route(route.why, names)
                     num_known = len(joined.token_ids)
                     try:
-                        may_move = functools.partial(self._may_move, joined, rest, progress.fruitless)
+                        may_move = functools.partial(self.recovery.may_move, progress, rest)
                         items = LegItems(None if take is None else functools.partial(pass_on, take, joined, observed))
                         async with self._running(rest, route, kv_mode or self._kv_mode, may_move, items) as attempt:
                             async for chunk, leg in attempt.chunks:
@@ -140,11 +134,14 @@ class RouterBackend:
                                     yield new
                         return
                     except TokenMismatch as mismatch:
-                        await self._resolve_mismatch(progress, route, frameless(mismatch))
+                        if not await self.recovery.after_mismatch(progress, route, frameless(mismatch)):
+                            self.failures["token_mismatch"] += 1
                     except LegFailed as failed:
-                        await self._recover(progress, route, rest, frameless(failed), num_known)
+                        await self.recovery.after_failure(progress, route, rest, frameless(failed), num_known)
                     except ProtocolError as error:
-                        await self._recover(progress, route, rest, LegFailed("decode", frameless(error)), num_known)
+                        await self.recovery.after_failure(
+                            progress, route, rest, LegFailed("decode", frameless(error)), num_known
+                        )
                     finally:
                         if len(joined.token_ids) > max(num_known, 1):  # the decode engine has added tokens
                             self._routes.served(route, request, joined.token_ids)
@@ -163,60 +160,6 @@ class RouterBackend:
             progress.decided = True
             self.decisions.took(route.why)
         return route
-
-    async def _resolve_mismatch(self, progress: RequestProgress, route: Route, mismatch: TokenMismatch) -> None:
-        """At a near-tie, let the decode engine continue from the client's tokens, else end with `mismatch`."""
-        if route.prefill is None or not await self._is_near_tie(progress.joined, mismatch, route.prefill):
-            self.failures[mismatch.reason] += 1
-            progress.ended.append(mismatch)
-            return
-        self.near_ties += 1
-        progress.attempt += 1
-        progress.route = Route("resumed", route.decode)
-
-    async def _recover(
-        self, progress: RequestProgress, route: Route, rest: GenerateRequest, failed: LegFailed, num_known: int
-    ) -> None:
-        """Prepare another attempt, or end with the failed one's error. `num_known`: output tokens when it began."""
-        if failed.reported and await self.pool.has_died(route.decode):
-            failed = LegFailed("decode", EngineLostError(str(failed.error)))
-        joined, error = progress.joined, failed.error
-        progress.attempt += 1
-        progress.route = None
-        if isinstance(error, HandoffError) and error.reason == PREFIX_MISSING and not progress.hand_off:
-            self.decisions.stale += 1
-            self._routes.declined(route, rest)
-            progress.hand_off = True
-            return
-        # A decode engine that reports an error is healthy: the prefill engine failed.
-        blamed = route.prefill if failed.leg == "prefill" or failed.reported else None
-        lost = blamed or route.decode
-        if isinstance(error, LegRefusedError) and error.code == OTHER_TICKET_KEY:
-            self.pool.bar(lost)
-        # Another engine of the role may have room. Resumed requests are never refused for overload.
-        full = isinstance(error, OverloadedError) and not joined.token_ids
-        if full and not self.pool.has_other(lost, progress.tried):
-            progress.ended.append(error)
-            return
-        if not isinstance(error, OverloadedError) and not (lost.evicted or lost.suspected):
-            await self.pool.refresh(lost)
-        if not full:
-            progress.fruitless = 1 if len(joined.token_ids) > num_known else progress.fruitless + 1
-        rung = _next_recovery(failed, bool(joined.token_ids))
-        over = progress.fruitless >= MAX_ATTEMPTS
-        if joined.token_ids:
-            over |= not self._connector.can_resume(joined.request.sampling_params)
-        if over or rung is None or not allows_recovery(self._recovery, rung):
-            progress.ended.append(error)
-            return
-        self.recoveries[rung] += 1
-        self.observer.on_recovery(joined.request.request_id, rung, failed)
-        logger.warning("%s: going on from %d tokens: %s", joined.request.request_id, len(joined.token_ids), failed)
-        progress.tried.append(lost)
-        if isinstance(error, HandoffError) and error.reason == "incompatible_peer":
-            progress.trusted = num_known if progress.trusted is None else progress.trusted
-        if isinstance(error, LegRefusedError) and self._connector.computes_alone:
-            progress.refused.append(lost)
 
     def ready(self) -> bool:
         return bool(self.pool.usable(healthy=True))
@@ -245,12 +188,6 @@ class RouterBackend:
                 ]
                 raise EngineUnavailableError("; ".join(["no engine can take the request now", *problems]))
             await asyncio.sleep(_PATIENCE_STEP_S)
-
-    def _may_move(self, joined: Joined, request: GenerateRequest, fruitless: int, engine: PooledEngine) -> bool:
-        """Whether to leave a silent engine at once. The last attempt waits instead."""
-        if joined.token_ids or fruitless + 1 >= MAX_ATTEMPTS or not allows_recovery(self._recovery, "retry"):
-            return False
-        return any(other.may_serve(request) for other in self.pool.usable(healthy=True) if other is not engine)
 
     def _running(
         self, request: GenerateRequest, route: Route, kv_mode: Mode, may_move: MayMove, items: LegItems
@@ -299,16 +236,6 @@ class RouterBackend:
         joined = join_legs(legs.chunks, items, self._drain, legs.notices, legs.first_token_wait_s, watches)
         return RunningAttempt(joined, counted)
 
-    async def _is_near_tie(self, joined: Joined, mismatch: TokenMismatch, prefill: PooledEngine) -> bool:
-        if self._near_tie <= 0.0:
-            return False
-        with contextlib.suppress(BatonError, asyncio.TimeoutError):
-            async with timeout(self.pool.timers.tell):
-                gap = await measure_gap(prefill.client, joined, mismatch)
-            logger.warning("%s: %s, %s nats apart", joined.request.request_id, mismatch, gap)
-            return gap is not None and gap <= self._near_tie
-        return False
-
     def _drain(self, leg: Chunks) -> None:
         """In the background: closing the leg would abort it."""
 
@@ -330,17 +257,6 @@ class RouterBackend:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         task.add_done_callback(lambda _: work.close())  # it may not have begun
-
-
-def _next_recovery(failed: LegFailed, any_sent: bool) -> Recovery | None:
-    """None: no other attempt can succeed."""
-    if isinstance(failed.error, RequestError):
-        return None
-    if failed.reported:
-        return "source"
-    if not any_sent:
-        return "retry"
-    return "full" if isinstance(failed.error, EngineLostError) else "source"
 
 
 async def _exhaust(leg: Chunks) -> None:

@@ -58,8 +58,8 @@ def own_status(backend: RouterBackend, loads: Mapping[str, EngineLoad | None] = 
         },
         "decisions": backend.decisions.describe(),
         "hand_backs": backend.hand_backs.describe(),
-        "recoveries": dict(backend.recoveries),
-        "near_ties": backend.near_ties,
+        "recoveries": dict(backend.recovery.counts),
+        "near_ties": backend.recovery.near_ties,
         "acceptance": acceptance,
         "served": served_requests(backend.observer.recent.ended()),
     }
