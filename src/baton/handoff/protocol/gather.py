@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeGuard
 
 from baton.errors import IncompatiblePeerError, ProtocolError
 from baton.handoff.plan.topology import Instance, RankGeometry, senders
 from baton.handoff.protocol import events as ev
-from baton.handoff.protocol.messages import AttemptKey, Pair
+from baton.handoff.protocol.messages import AttemptKey, Pair, Seeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,26 +165,36 @@ class DecodeGather:
 
     def _end(self, pair: Pair, event: ev.HandoffEvent) -> list[ev.HandoffEvent | EndPair]:
         self._ended[pair] = event
-        if len(self._ended) < len(self._pairs):
-            gone = isinstance(event, ev.DecodeReleased) and not self._failed
-            return list(self._end_others(pair, "aborted")) if gone else []
-        ends = list(self._ended.values())
-        seeds = [
-            e.seeds for (source, _), e in sorted(self._ended.items()) if source == self._sampling and _is_committed(e)
-        ]
-        if not self._failed and all(isinstance(end, ev.DecodeCommitted) for end in ends):
-            good = [end for end in ends if isinstance(end, ev.DecodeCommitted)]
-            num_bytes, num_runs = sum(end.num_bytes for end in good), sum(end.num_runs for end in good)
-            times = [time for end in good for time in end.copied or ()]
-            copied = (min(times), max(times)) if times else None
-            return [ev.DecodeCommitted(self._key, seeds[0], num_bytes, num_runs, copied)]
-        if not self._failed and all(isinstance(end, ev.DecodeFinished) for end in ends):
-            return [ev.DecodeFinished(self._key, seeds[0])]
-        out: list[ev.HandoffEvent | EndPair] = []
-        if not self._failed and all(_is_committed(end) for end in ends):
+        if len(self._ended) == len(self._pairs):
+            return [*self._outcome()]
+        if isinstance(event, ev.DecodeReleased) and not self._failed:
+            return [*self._end_others(pair, "aborted")]
+        return []
+
+    def _outcome(self) -> list[ev.HandoffEvent]:
+        """When all pairs have ended."""
+        ends = self._ended.values()
+        committed = [end for end in ends if isinstance(end, ev.DecodeCommitted)]
+        finished = [end for end in ends if isinstance(end, ev.DecodeFinished)]
+        if self._failed or len(committed) + len(finished) < len(ends):
+            return [ev.DecodeReleased(self._key)]
+        if committed and finished:
             text = "some ranks say that the request is finished, others that it is not"
-            out.append(ev.DecodeFailed(self._key, "incomplete_commit", text, recoverable=True))
-        return [*out, ev.DecodeReleased(self._key)]
+            failed = ev.DecodeFailed(self._key, "incomplete_commit", text, recoverable=True)
+            return [failed, ev.DecodeReleased(self._key)]
+        if finished:
+            return [ev.DecodeFinished(self._key, self._seeds())]
+        num_bytes, num_runs = sum(end.num_bytes for end in committed), sum(end.num_runs for end in committed)
+        times = [time for end in committed for time in end.copied or ()]
+        copied = (min(times), max(times)) if times else None
+        return [ev.DecodeCommitted(self._key, self._seeds(), num_bytes, num_runs, copied)]
+
+    def _seeds(self) -> Seeds:
+        return next(
+            end.seeds
+            for (source, _), end in sorted(self._ended.items())
+            if source == self._sampling and isinstance(end, ev.DecodeCommitted | ev.DecodeFinished)
+        )
 
     def _end_others(self, pair: Pair, reason: str) -> list[EndPair]:
         return [
@@ -193,10 +202,6 @@ class DecodeGather:
             for other in self._pairs
             if other != pair and other not in self._ended
         ]
-
-
-def _is_committed(event: ev.HandoffEvent) -> TypeGuard[ev.DecodeCommitted | ev.DecodeFinished]:
-    return isinstance(event, ev.DecodeCommitted | ev.DecodeFinished)
 
 
 def _failure(pair: Pair) -> str:
