@@ -22,7 +22,7 @@ from baton.handoff.protocol.prefill import PrefillHandoff
 from baton.handoff.protocol.transitions import DECODE, PREFILL, PREFILL_ENGINE, PREFILL_PEER, Table
 from baton.handoff.session.session import SESSION
 from baton.kv.interval import Interval
-from baton.vllm.worker_legs import BLOCKS, DECODE_LEG, PREFILL_END
+from baton.vllm.legs import BLOCKS, DECODE_LEG, PREFILL_END
 from baton.wire import Mode
 
 DOC = Path(__file__).parents[1] / "docs" / "protocol.md"

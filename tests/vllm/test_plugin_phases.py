@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import UndefinedTransitionError
-from baton.vllm.worker_legs import EndPhase, WorkerDecode, WorkerPrefill
+from baton.vllm.legs import EndPhase, WorkerDecode, WorkerPrefill
 
 
 @pytest.mark.parametrize("order", [("finished", "released"), ("released", "finished")])

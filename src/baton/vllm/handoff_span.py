@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from baton.handoff.protocol import events as ev
-from baton.vllm.worker_legs import WorkerDecode
+from baton.vllm.legs import WorkerDecode
 
 log = logging.getLogger(__name__)
 NAME = "baton.handoff_transfer"

@@ -8,7 +8,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -20,36 +19,12 @@ from baton.sampling_params import SamplingParams
 from baton.vllm.adapters import Adapters, VllmRequest, beside_tokens
 from baton.vllm.first_step import FirstTokens
 from baton.vllm.groups import BlockPool, CacheTable, EarlyBlocks, PartialBlocks, without_passed_blocks
+from baton.vllm.legs import SchedulerDecode, SchedulerPrefill
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews, Tables
 from baton.wire import BATON_PARAM, LegParams, VllmIdentity, VllmPrefix
 
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
-
-
-@dataclass(slots=True, eq=False)
-class _Prefill:
-    ticket: SignedTicket
-    num_tokens: int
-    seeded: bool = False
-    cancelled: bool = False
-    num_computed: int = 0
-    tables: Tables = ()
-    lost: bool = False
-    pinned: list[Any] = field(default_factory=list)
-    is_prefix: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Decode:
-    ticket: SignedTicket
-    num_tokens: int
-    admitted: set[int] = field(default_factory=set)  # ranks
-    receiving: bool = False
-    is_prefix: bool = False
-    whole_blocks: bool = False
-    hit: int = 0
-
 
 CloseNow = Callable[[ClosePrefill], bool]
 
@@ -59,6 +34,19 @@ def handoff_digest(tokens: Sequence[int], adapter: str = "") -> bytes:
     `VllmIdentity.adapter`, if any."""
     digest = request_digest(tokens, SamplingParams())
     return adapter_digest(digest, adapter) if adapter else digest
+
+
+def _why_not(request: VllmRequest, params: LegParams, adapter: str | None) -> str | None:
+    """None: the leg may be taken."""
+    beside = beside_tokens(request)
+    if adapter is None:
+        beside = "a LoRA adapter without a directory here, or with files that have changed"
+    if beside is not None:
+        return f"its KV depends on {beside}, not on token ids alone"
+    if params.role == "prefill" and request.max_tokens != 1:
+        # Further decoding would overwrite the leg's states, and free blocks that its window has left.
+        return "a prefill leg samples one token"
+    return None
 
 
 class SchedulerSide:
@@ -90,9 +78,9 @@ class SchedulerSide:
         self._pool = pool
         self._clock = clock
         self._requests: set[str] = set()
-        self._prefills: dict[str, _Prefill] = {}
-        self._held: dict[str, _Prefill] = {}  # finished requests whose blocks are kept
-        self._decodes: dict[str, _Decode] = {}
+        self._prefills: dict[str, SchedulerPrefill] = {}
+        self._held: dict[str, SchedulerPrefill] = {}  # finished requests whose blocks are kept
+        self._decodes: dict[str, SchedulerDecode] = {}
         self._prefixes: dict[str, int] = {}  # tokens that were not computed, of decode legs of hand-backs
         self._partial = PartialBlocks(cache_tables, pool, window_tile)
         self._most_missing = 2 * math.lcm(*(cache.block_size for cache in cache_tables))
@@ -109,47 +97,51 @@ class SchedulerSide:
         adapter = "" if request.lora_request is None else self._adapters.describe(request.lora_request)
         if params.role == "identify":
             self._asked[request.request_id] = adapter or ""
-            return
-        if params.role == "cancel":
+        elif params.role == "cancel":
             self._cancel(request, params.ticket)
-            return
-        tokens, beside = request.prompt_token_ids, beside_tokens(request)
-        if adapter is None:
-            beside = "a LoRA adapter without a directory here, or with files that have changed"
-        if tokens is None or adapter is None or beside is not None:
-            self._refuse_leg(request, params, f"its KV depends on {beside}, not on token ids alone")
-            return
-        if params.role == "prefill" and request.max_tokens != 1:
-            # Further decoding would overwrite the leg's states, and free blocks that its window has left.
-            self._refuse_leg(request, params, "a prefill leg samples one token")
-            return
-        whole = params.role == "prefill" and (self.identity.truncate_prefill or params.seed_first_token)
+        elif (why := _why_not(request, params, adapter)) is not None:
+            self._refuse_leg(request, params, why)
+        else:
+            self._open_leg(request, params, adapter or "")
+
+    def _open_leg(self, request: VllmRequest, params: LegParams, adapter: str) -> None:
+        assert request.prompt_token_ids is not None
+        tokens, role = request.prompt_token_ids, params.role
+        assert role == "prefill" or role == "decode"
+        whole = role == "prefill" and (self.identity.truncate_prefill or params.seed_first_token)
         num_tokens = len(tokens) if whole else self.identity.handed_over(len(tokens))
-        if params.role == "decode" and params.num_tokens:
+        if role == "decode" and params.num_tokens:
             num_tokens = min(num_tokens, params.num_tokens)
         if num_tokens < 1:
             return
-        if params.role not in self.identity.roles:
-            self._refuse(request, f"this engine takes no {params.role} legs")
+        if role not in self.identity.roles:
+            self._refuse(request, f"this engine takes no {role} legs")
             return
         try:
             digest = handoff_digest(tokens[:num_tokens], adapter)
-            ticket = self._redeemer.redeem(params.ticket, params.role, digest, self._clock())
+            ticket = self._redeemer.redeem(params.ticket, role, digest, self._clock())
         except ProtocolError as error:
             self._refuse(request, str(error))
             return
-        next_token = None if whole else tokens[num_tokens]
-        if params.role == "prefill":
-            # Nobody verifies the token of a hand-back.
-            seeded = params.seed_first_token or (self._verifies(request) and not params.prefix)
-            self._prefills[request.request_id] = _Prefill(ticket, num_tokens, seeded, is_prefix=params.prefix)
-            self._step.opened.append(OpenPrefill(request.request_id, ticket, num_tokens, next_token, seeded))
+        if role == "prefill":
+            self._open_prefill(request, params, ticket, num_tokens, None if whole else tokens[num_tokens])
         else:
-            assert next_token is not None
-            leg = _Decode(ticket, num_tokens, is_prefix=params.prefix, whole_blocks=params.whole_blocks)
-            self._decodes[request.request_id] = leg
-            traceparent = (getattr(request, "trace_headers", None) or {}).get("traceparent")
-            self._step.announced.append(AnnounceDecode(request.request_id, ticket, next_token, traceparent))
+            self._open_decode(request, params, ticket, num_tokens, tokens[num_tokens])
+
+    def _open_prefill(
+        self, request: VllmRequest, params: LegParams, ticket: SignedTicket, num_tokens: int, next_token: int | None
+    ) -> None:
+        # Nobody verifies the token of a hand-back.
+        seeded = params.seed_first_token or (self._verifies(request) and not params.prefix)
+        self._prefills[request.request_id] = SchedulerPrefill(ticket, num_tokens, seeded, params.prefix)
+        self._step.opened.append(OpenPrefill(request.request_id, ticket, num_tokens, next_token, seeded))
+
+    def _open_decode(
+        self, request: VllmRequest, params: LegParams, ticket: SignedTicket, num_tokens: int, next_token: int
+    ) -> None:
+        self._decodes[request.request_id] = SchedulerDecode(ticket, num_tokens, params.prefix, params.whole_blocks)
+        traceparent = (getattr(request, "trace_headers", None) or {}).get("traceparent")
+        self._step.announced.append(AnnounceDecode(request.request_id, ticket, next_token, traceparent))
 
     def _verifies(self, request: VllmRequest) -> bool:
         return self._verify_first and request.sampling_params.temperature == 0
@@ -206,7 +198,7 @@ class SchedulerSide:
         may = self._is_admitted(leg) or (self.early is not None and self.early.fits(leg.num_tokens))
         return leg.num_tokens - num_computed if may else None
 
-    def _is_admitted(self, leg: _Decode) -> bool:
+    def _is_admitted(self, leg: SchedulerDecode) -> bool:
         return len(leg.admitted) == len(self.identity.control_addresses)
 
     def _lacks_prefix(self, request_id: str, num_computed: int) -> bool:
@@ -286,7 +278,7 @@ class SchedulerSide:
     def only_prefills(self, request_ids: Collection[str]) -> bool:
         return bool(request_ids) and self._prefills.keys() >= set(request_ids)
 
-    def _pin(self, leg: _Prefill) -> None:
+    def _pin(self, leg: SchedulerPrefill) -> None:
         """Hold a reference to the first block of each window. This engine computes one token more than it hands over,
         so vLLM's window is one token ahead, and vLLM may free that block when the request ends."""
         for cache in self._cache_tables:
@@ -295,7 +287,7 @@ class SchedulerSide:
                 leg.pinned.append(self._pool.blocks[block])
         self._pool.touch(leg.pinned)
 
-    def _unpin(self, leg: _Prefill) -> None:
+    def _unpin(self, leg: SchedulerPrefill) -> None:
         self._pool.free_blocks(leg.pinned)
         leg.pinned = []
 

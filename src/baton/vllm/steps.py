@@ -91,5 +91,4 @@ class StepNews:
     missing: list[AttemptKey] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        news = (self.opened, self.admitted, self.computed, self.closed, self.announced, self.receives)
-        return any((*news, self.turned_away, self.aborted, self.preempted, self.cancelled, self.missing))
+        return any(getattr(self, name) for name in self.__slots__)

@@ -25,8 +25,8 @@ from baton.log_limit import LogLimit
 from baton.vllm.geometry import CacheLayout
 from baton.vllm.handoff_span import OnDecodeEnd
 from baton.vllm.layer_stream import StreamedPrompt, VllmLayerStream
+from baton.vllm.legs import BlocksPhase, EndPhase, ReceivePhase, WorkerDecode, WorkerPrefill
 from baton.vllm.steps import ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews
-from baton.vllm.worker_legs import BlocksPhase, EndPhase, ReceivePhase, WorkerDecode, WorkerPrefill
 from baton.wire import KVStream
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""The attempts of one worker, and their phases.
+"""Legs of vLLM's scheduler and of a worker, with their phases.
 
 Three sides act independently on a prefill leg: vLLM computes or preempts its blocks, vLLM finishes its request, and the
 agent releases its blocks.
@@ -8,10 +8,45 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from baton.handoff.protocol.phases import Phase
+from baton.handoff.protocol.ticket import SignedTicket
 from baton.handoff.protocol.transitions import Table
+from baton.vllm.steps import Tables
 from baton.wire import Mode
+
+
+@dataclass(slots=True, eq=False)
+class SchedulerPrefill:
+    """`seeded`: D gets the token sampled here. `cancelled`: D will not fetch the KV. `lost`: preempted.
+    `is_prefix`: of a hand-back.
+    """
+
+    ticket: SignedTicket
+    num_tokens: int
+    seeded: bool = False
+    is_prefix: bool = False
+    num_computed: int = 0
+    tables: Tables = ()
+    cancelled: bool = False
+    lost: bool = False
+    pinned: list[Any] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class SchedulerDecode:
+    """`admitted`: own ranks that have P's admission. `receiving`: vLLM waits for KV in its blocks. `hit`: tokens that
+    were here. `is_prefix`: of a hand-back.
+    """
+
+    ticket: SignedTicket
+    num_tokens: int
+    is_prefix: bool = False
+    whole_blocks: bool = False
+    admitted: set[int] = field(default_factory=set)
+    receiving: bool = False
+    hit: int = 0
 
 
 class BlocksPhase(Phase):
