@@ -7,7 +7,7 @@ prefix store and the clients act at random times, and peers write into their pag
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -345,7 +345,8 @@ class Engine:
 
     def turn(self, at_last: bool = False) -> None:
         random = self.random
-        self.legs.handoff_timeout_s = random.choice([0.0, 1000.0, 1000.0, 1000.0])
+        timeout_s = random.choice([0.0, 1000.0, 1000.0, 1000.0])
+        self.legs.settings = replace(self.legs.settings, handoff_timeout_s=timeout_s)
         self.core.queue_timeout_s = 1e-9 if random.random() < 0.02 else 0.0
         for key, attempt in list(self.prefills.items()):
             self.prefill_ends(key, attempt, at_last)

@@ -208,7 +208,7 @@ def test_no_room_to_recompute_ends_in_time(tmp_path: Path, prompt: list[int], mo
         for _ in range(3):
             two.decode.step()
         assert not stream.ended
-        late = time.monotonic() + two.decode.core.legs.handoff_timeout_s + 1.0
+        late = time.monotonic() + two.decode.core.legs.settings.handoff_timeout_s + 1.0
         monkeypatch.setattr(two.decode.core.clock, "monotonic", lambda: late)
         two.decode.step()
         assert stream.ended
@@ -230,7 +230,7 @@ def test_a_leg_gets_pages_in_the_step_in_which_a_recomputation_frees_them(
         core.on_handoff(DecodeAdmitted(behind))
         two.decode.step()
         assert agent.kinds.count(DecodePages) == 1
-        late = time.monotonic() + core.legs.handoff_timeout_s + 1.0
+        late = time.monotonic() + core.legs.settings.handoff_timeout_s + 1.0
         monkeypatch.setattr(core.clock, "monotonic", lambda: late)
         two.decode.step()
         assert stream.ended

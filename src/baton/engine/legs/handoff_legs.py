@@ -56,10 +56,7 @@ class HandoffLegs:
         self.alter_seeds, self.layers = alter_seeds, layers
         self._clock = clock or SystemClock()
         self._ends = ends
-        self.vocab_size, self.max_drafts = settings.vocab_size, settings.max_drafts
-        self.drafter_state_bytes, self.kv_stream = settings.drafter_state_bytes, settings.kv_stream
-        self.recovery, self._integrity = settings.recovery, settings.integrity
-        self.handoff_timeout_s = settings.handoff_timeout_s
+        self.settings = settings
         self.prefixes = PrefixLegs(agent, self.cache)
         self.open: dict[AttemptKey, Leg] = {}
         self._recomputing: dict[Request, float] = {}  # when its old pages should be free, in monotonic seconds
@@ -139,7 +136,7 @@ class HandoffLegs:
         """Declare what became final of a prefill leg, and with its last chunk hand over the seeds."""
         assert request.ticket is not None
         key, n = request.ticket.key, request.prefill_len
-        if self.kv_stream == "off" and request.is_prefilling:
+        if self.settings.kv_stream == "off" and request.is_prefilling:
             return
         final = self._final(request, seeded=False)
         # The request's tables grow.
@@ -265,7 +262,7 @@ class HandoffLegs:
             request.times.mark(name, time)
         request.times.mark("committed", now)
         request.times.num_bytes, request.times.num_runs = event.num_bytes, event.num_runs
-        request.times.integrity = self._integrity
+        request.times.integrity = self.settings.integrity
 
     def _receives(self, leg: Leg) -> bool:
         return leg.attached and leg.request.status in (RequestStatus.WAITING, RequestStatus.RECEIVING)
@@ -279,13 +276,14 @@ class HandoffLegs:
         return self._failed(leg, f"bad_seeds: {fault}", recoverable=True)
 
     def _fault(self, request: Request, seeds: Seeds, finished: bool) -> str | None:
-        ids = [seeds.first_token, *seeds.draft_token_ids]
-        if not all(0 <= i < self.vocab_size for i in ids) or len(seeds.draft_token_ids) > self.max_drafts:
+        drafts = seeds.draft_token_ids
+        in_range = all(0 <= i < self.settings.vocab_size for i in (seeds.first_token, *drafts))
+        if not in_range or len(drafts) > self.settings.max_drafts:
             return "token ids out of range or too many drafts"
         if request.num_output > 0 and seeds.first_token != request.token_ids[request.prefill_len]:
             return "the first token is not the last one known"
         # A drafter that starts cold takes no states; an ended request has none.
-        num_bytes = 0 if finished or request.draft_prefix_len is not None else self.drafter_state_bytes
+        num_bytes = 0 if finished or request.draft_prefix_len is not None else self.settings.drafter_state_bytes
         if num_bytes and len(seeds.drafter_states) != num_bytes:
             return f"the drafter's states have {len(seeds.drafter_states)} bytes, not {num_bytes}"
         if request.num_output == 0 and request.params.logprobs is not None and seeds.first_logprobs is None:
@@ -299,7 +297,7 @@ class HandoffLegs:
     def _failed(self, leg: Leg, error: str, recoverable: bool) -> list[Effect]:
         """Recompute the request here if allowed, else end it."""
         request, scheduler = leg.request, self.scheduler
-        if not (recoverable and allows_recovery(self.recovery, "recompute")):
+        if not (recoverable and allows_recovery(self.settings.recovery, "recompute")):
             return [RequestFailed(request, error, recoverable)]
         assert request.ticket is not None
         self.metrics.recoveries["recompute"] += 1
@@ -310,7 +308,7 @@ class HandoffLegs:
         leg.step("detach")
         request.handoff_error = error
         scheduler.recompute(request)
-        self._recomputing[request] = self._clock.monotonic() + self.handoff_timeout_s
+        self._recomputing[request] = self._clock.monotonic() + self.settings.handoff_timeout_s
         return []
 
     def _quarantine(self, leg: Leg) -> None:
