@@ -110,13 +110,14 @@ async def test_bodies_of_clients_that_left_are_not_kept() -> None:
     asked = [asyncio.create_task(one.plan(b" " * 10_000, make_plan)) for _ in range(10)]
     for _ in range(2):
         assert await asyncio.to_thread(begun.acquire, timeout=20)
-    assert one._workers._work_queue.qsize() == 0
+    waiting = one._workers._work_queue
+    assert waiting.qsize() == 0
     for task in asked:
         task.cancel()
     await asyncio.gather(*asked, return_exceptions=True)
     later = asyncio.create_task(one.plan(b" " * 10_000, make_plan))
     await asyncio.sleep(0)
-    assert one._workers._work_queue.qsize() == 0
+    assert waiting.qsize() == 0
     go_on.set()
     assert await asyncio.wait_for(later, 20) == "plan"
 

@@ -65,12 +65,12 @@ class Kernel:
         self._function = function
 
     @functools.cached_property
-    def _compiled(self) -> Any:
+    def compiled(self) -> Any:
         return callback(self._function, numba.void(_ARGUMENTS), error_model="numpy")
 
     @functools.cached_property
     def _entries(self) -> tuple[Any, Any, int]:
-        address = self._compiled.address
+        address = self.compiled.address
         return (
             ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(address),
             ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address),
