@@ -256,8 +256,8 @@ class Pair:
         for mode in modes:
             legs = [self.legs(f"{mode}-{i}", prompt, params, mode) for i, prompt in enumerate(prompts)]
             self.settle()
-            assert [rest.token_ids for _, rest in legs] == [stream.token_ids for stream in whole]
-            assert [rest.accepted for _, rest in legs] == [stream.accepted for stream in whole]
+            assert [rest.token_ids for _, rest in legs] == [one.token_ids for one in whole], "other tokens"
+            assert [rest.accepted for _, rest in legs] == [one.accepted for one in whole], "other acceptance"
         metrics = self.decode.core.metrics
         assert not metrics.recoveries
         assert metrics.num_handoffs["committed"] == 2 * len(prompts)

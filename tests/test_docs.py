@@ -83,6 +83,21 @@ def text(request: pytest.FixtureRequest) -> str:
     return str(request.param.read_text())
 
 
+def test_documents_name_what_is_looked_for() -> None:
+    """A pattern that no longer matches would let each test below pass."""
+    texts = [path.read_text() for path in DOCUMENTS]
+    found = {
+        "modules": sum(len(MODULE.findall(code(text))) for text in texts),
+        "commands": sum(len(list(commands(text))) for text in texts),
+        "targets": sum(len(TARGET.findall(code(text))) for text in texts),
+        "dotted names": sum(len(DOTTED.findall(code(text))) for text in texts),
+        "files": sum(bool(FILE.match(span) or FOLDER.match(span)) for text in texts for span in spans(text)),
+        "patterns of files": sum(bool(PATTERN.match(span)) for text in texts for span in spans(text)),
+        "links": sum(len(LINK.findall(text)) for text in texts),
+    }
+    assert min(found.values()) >= 5, found
+
+
 def test_modules_that_are_run_exist(text: str) -> None:
     for name in MODULE.findall(code(text)):
         spec = importlib.util.find_spec(name)

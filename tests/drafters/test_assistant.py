@@ -118,7 +118,7 @@ def assert_alike(ours: Sequence[Found], theirs: Sequence[Found]) -> None:
     for our, their in zip(ours, theirs, strict=True):
         both = our.keys() & their.keys()
         assert both
-        assert {known: our[known] for known in both} == {known: their[known] for known in both}
+        assert {known: our[known] for known in both} == {known: their[known] for known in both}, "other drafts"
 
 
 @pytest.mark.parametrize(
@@ -188,24 +188,25 @@ def test_a_fault_shows_in_the_drafts(fault: str, made: Callable[..., Made], monk
     target, spec, _ = made()
     wanted = wanted_of(made, "gemma4", 0, ())
     prompts = [prompt_of(length) for length in LENGTHS]
-    with mock.patch.object(*FAULTS[fault]), pytest.raises(AssertionError):
+    with mock.patch.object(*FAULTS[fault]), pytest.raises(AssertionError, match="other drafts"):
         assert_alike(our_drafts(target, spec, prompts, monkeypatch), wanted)
 
 
-def test_a_window_that_keeps_too_little_shows(made: Callable[..., Made], tmp_path: Path) -> None:
+def test_a_window_that_keeps_too_little_shows(
+    made: Callable[..., Made], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The entry before the window, which only the assistant reads, is freed or not handed over."""
     target, spec, _ = made()
     settings = settings_of(target, spec, block_size=1)
     with stepped(**settings) as single, pair(tmp_path, **settings) as two:
         both_ways(single, two, [3, 40], GREEDY, "push")
-    plain = {**settings, "speculative_config": None}
-    with (
-        mock.patch.object(gemma4, "LOOKBACK", 0),
-        stepped(**plain) as single,
-        pair(tmp_path, **settings) as two,
-        pytest.raises(AssertionError),
-    ):
-        both_ways(single, two, [40], GREEDY, "push")
+        whole = single.run("whole", prompt_of(40), GREEDY)
+    with mock.patch.object(gemma4, "LOOKBACK", 0), pair(tmp_path, **settings) as two:
+        told, rest = two.legs("40", prompt_of(40), GREEDY, "push")
+        two.settle()
+    assert (told.error, told.token_ids) == (None, whole.token_ids[:1])
+    assert rest.error == "step_failed: BatonError"
+    assert "a row's slot is in the null page" in caplog.text
 
 
 def test_it_keeps_nothing_and_reads_what_the_target_keeps(made: Callable[..., Made]) -> None:

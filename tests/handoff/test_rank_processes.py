@@ -50,7 +50,8 @@ class Remote:
         assert self.pipe.poll(60), "the child did not start"
         self.address = self.pipe.recv()[1]
         self._together = together
-        threading.Thread(target=self._listen, daemon=True).start()
+        self.listener = threading.Thread(target=self._listen, daemon=True)
+        self.listener.start()
 
     def _listen(self) -> None:
         try:
@@ -129,4 +130,6 @@ def test_a_killed_rank_ends_the_whole(engines: tuple[Engine, Engine], mode: str)
     d.next(ev.DecodeReleased)
     settle(d)
     # The dead rank proves nothing, so P's engine is not told that its pages are free.
-    assert p.events.empty()
+    p.remotes[0].end()  # type: ignore[attr-defined]
+    p.remotes[0].listener.join(20)  # type: ignore[attr-defined]
+    assert p.events.empty(), "all events of the other rank have come"

@@ -165,6 +165,10 @@ def test_one_rank_that_leaves_ends_the_whole(pair: Both, side: str) -> None:
         return
     assert p.next(ev.PrefillReleased) == ev.PrefillReleased(ticket.key, "engine_closed")
     # The lost rank never proved its pages quiet, so no rank's pages are free.
+    other = d.ranks[0].agent
+    while other.stats().outstanding:
+        time.sleep(0.005)
+    other.close()  # its events have all come
     assert not any(isinstance(event, ev.DecodeReleased) for event in list(d.events.queue))
 
 
@@ -268,7 +272,7 @@ def abort_while_one_rank_copies(pair: Both, mode: str) -> None:
     copies[0].stop.set()
     p.next(ev.PrefillReleased)
     settle(p, d)
-    assert under_way == [0]
+    assert under_way == [0], "free pages while a rank copies"
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
@@ -395,7 +399,7 @@ def test_seeds_of_a_rank_that_does_not_sample_are_seen(pair: Both, monkeypatch: 
 
 def test_pages_that_are_free_while_one_pair_is_open_are_seen(pair: Both, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_instance, "PrefillGather", Hasty)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="free pages while a rank copies"):
         abort_while_one_rank_copies(pair, "push")
 
 

@@ -100,8 +100,8 @@ def both_ways(single: Stepped, two: Pair, lengths: list[int], params: SamplingPa
     assert not two.decode.core.metrics.recoveries
     assert not two.decode.core.metrics.handoff_failures
     for length, one, (_, rest) in zip(lengths, whole, legs, strict=True):
-        assert rest.result == one.result, (mode, length)
-        assert rest.accepted == one.accepted, (mode, length)
+        assert rest.result == one.result, f"other tokens: {mode}, {length}"
+        assert rest.accepted == one.accepted, f"other acceptance: {mode}, {length}"
     return whole
 
 
@@ -181,15 +181,22 @@ def want_one_page_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rules, "wanted", wanted)
 
 
-@pytest.mark.parametrize("breaks", [drop_one_page_more, want_one_page_less])
+@pytest.mark.parametrize(
+    ("breaks", "shows"), [(drop_one_page_more, "register_refused"), (want_one_page_less, "other tokens: push, 70")]
+)
 @pytest.mark.parametrize("kind", ["window", "mixed"])
 def test_a_page_of_the_window_that_is_missing_shows(
-    kind: str, breaks: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    breaks: Callable[[pytest.MonkeyPatch], None],
+    shows: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """P refuses to send a freed page, which is null; D decodes from a page that it did not want."""
     settings = KINDS[kind](tmp_path)
     with stepped(**settings) as single, pair(tmp_path, **settings) as two:
         breaks(monkeypatch)
-        with pytest.raises(AssertionError):
+        with pytest.raises(AssertionError, match=shows):
             both_ways(single, two, [70, 75], GREEDY, "push")
 
 

@@ -204,7 +204,7 @@ def test_an_entry_sent_before_it_is_complete_is_seen(find: Find, tmp_path: Path)
     with (
         mock.patch.object(Rules, "complete", final_before_its_entry),
         pair(tmp_path, **common) as two,
-        pytest.raises(AssertionError),
+        pytest.raises(AssertionError, match="other tokens"),
     ):
         two.check_handoffs(whole, PROMPTS, GREEDY)
 

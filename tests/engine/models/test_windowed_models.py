@@ -250,12 +250,20 @@ def test_entries_that_d_has_cached_are_not_sent(name: str, find: Find, tmp_path:
         assert sent[2] < sent[0] / 2
 
 
-@pytest.mark.parametrize(("name", "breaks"), [("gemma3", drop_one_page_more), ("gpt_oss", want_one_page_less)])
+@pytest.mark.parametrize(
+    ("name", "breaks", "shows"),
+    [("gemma3", drop_one_page_more, "register_refused"), ("gpt_oss", want_one_page_less, "other tokens: push, 70")],
+)
 def test_a_page_of_the_window_that_is_missing_shows(
-    name: str, breaks: Callable[[pytest.MonkeyPatch], None], find: Find, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    breaks: Callable[[pytest.MonkeyPatch], None],
+    shows: str,
+    find: Find,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = find(name).settings()
     with stepped(**settings) as single, pair(tmp_path, **settings) as two:
         breaks(monkeypatch)
-        with pytest.raises(AssertionError):
+        with pytest.raises(AssertionError, match=shows):
             both_ways(single, two, [70, 75], WITH_LOGPROBS, "push")
