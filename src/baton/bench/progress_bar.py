@@ -13,7 +13,6 @@ DELAY_S = 1.0  # none for a short benchmark
 
 
 def progress_bar(total: int, unit: str, delay_s: float = DELAY_S) -> tqdm[None]:
-    """A progress bar on stderr, removed at the end."""
     return tqdm(total=total, desc="Benchmark", unit=unit, delay=delay_s, leave=False, disable=None)
 
 

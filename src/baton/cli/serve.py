@@ -266,7 +266,6 @@ def _drafts(spec: SpeculativeConfig) -> str:
 
 
 def _banner(config: EngineConfig, engines: Mapping[str, str], url: str | None) -> str:
-    """`engines`: a line on each."""
     spec, name = config.speculative_config, config.served_model_name or Path(config.model).name
     lines = {"model": f"{name} ({config.model})", "drafter": "none", **engines}
     if spec is not None:

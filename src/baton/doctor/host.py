@@ -43,7 +43,7 @@ def _rdma_devices() -> tuple[str, ...]:
 
 
 def check_host(checkup: Checkup) -> Iterator[Finding]:
-    """Findings for servers that run here. Pure."""
+    """Pure."""
     host = checkup.host
     local = [server for server in checkup.servers if server.problem is None and server.is_here()]
     if host is None or not (local or (checkup.router is not None and checkup.router.is_here)):

@@ -233,7 +233,6 @@ def _norms(layer: Layer) -> dict[int, nn.Module | None]:
 
 
 def _is_usual(layer: Layer) -> bool:
-    """Whether a kernel can compute this layer."""
     attention, mlp = layer.self_attn, layer.mlp
     kinds = type(layer) in (DecoderLayer, FusionLayer), type(attention) is Attention, type(mlp) is MLP
     if not all(kinds) or layer.input_layernorm is None or _attention(layer).sinks is not None:
@@ -273,7 +272,6 @@ def eps_of(norm: nn.Module) -> float:
 
 
 def _columns(layer: Layer, rotary: int) -> list[int]:
-    """A layer's row of the kernel's table."""
     row = [0] * at.NUM_COLUMNS
     for column, linear in zip((at.QKV, at.OUT, at.GATE_UP, at.DOWN), _linears(layer), strict=True):
         row[column : column + 3] = linear.in_place() or ()

@@ -47,7 +47,6 @@ class Endpoint:
 
 
 def endpoints(app: web.Application) -> Iterator[Endpoint]:
-    """The routes that the pages list."""
     for route in app.router.routes():
         path = re.sub(r"{(\w+):[^{}]*}", r"{\1}", route.resource.canonical if route.resource is not None else "")
         if route.method not in ("HEAD", "*"):

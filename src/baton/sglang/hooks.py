@@ -127,7 +127,6 @@ def _rest(result: None, scheduler: Any, *args: Any) -> None:
 
 
 def _add_identity(answer: Any, scheduler: Any, *args: Any) -> None:
-    """Adds the identity to `/server_info`, for routers."""
     import time
 
     import msgspec

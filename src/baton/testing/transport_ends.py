@@ -31,7 +31,6 @@ def check_cancel_is_quiet(here: NearSide) -> None:
 
 
 def check_survives_a_closed_peer(here: NearSide) -> None:
-    """An orderly close during a copy."""
     with here.far() as far:
         peer = here.transport.connect(far.descriptor).result(30)
         require(peer.alive() and not peer.fenced(), "an open peer is alive and not fenced")
@@ -42,7 +41,6 @@ def check_survives_a_closed_peer(here: NearSide) -> None:
 
 
 def check_survives_a_killed_peer(here: NearSide) -> None:
-    """A death while no copy is running."""
     with here.far() as far:
         peer = here.transport.connect(far.descriptor).result(30)
         if far.kill():
@@ -51,7 +49,6 @@ def check_survives_a_killed_peer(here: NearSide) -> None:
 
 
 def check_survives_a_peer_killed_while_copying(here: NearSide) -> None:
-    """A death during copies in both directions."""
     with here.far() as far:
         peer = here.transport.connect(far.descriptor).result(30)
         copies = scattered_runs(1024, 64, seed=5)

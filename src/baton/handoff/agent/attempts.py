@@ -147,7 +147,6 @@ class AttemptTable(Generic[AttemptT]):
         return self._transfers.get(key.transfer_id, set())
 
     def to_tombstone(self, key: AttemptKey, now: float) -> None:
-        """Turn a closed attempt into a tombstone."""
         attempt = self.live.get(key)
         if attempt is not None and attempt.machine.closed:
             self.ended[key] = self.live.pop(key)

@@ -125,7 +125,6 @@ def _factors(source_side: Geometry, dest_side: Geometry, box: Box, segments: Tok
 
 
 def _fold_dense(run: int, axes: Sequence[_Axis]) -> tuple[int, list[_Axis]]:
-    """Fold dense axes into a run of `run` bytes."""
     axes = [axis for axis in axes if axis[0] > 1]
     while dense := [axis for axis in axes if axis[1] == run and axis[2] == run]:
         axes.remove(dense[0])

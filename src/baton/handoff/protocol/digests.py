@@ -112,7 +112,6 @@ class MemoryDigester:
 
 
 def host_plane(geometry: Geometry, plane: Plane, region: NDArray[np.uint8]) -> TokenReader:
-    """Reads a plane in host memory."""
     view = _view(geometry, plane, region)
 
     def gather(layer: int, pages: NDArray[np.int64], heads: slice) -> memoryview:

@@ -85,7 +85,6 @@ class Attention(nn.Module):
         return self.o_proj(out.reshape(x.shape[0], -1))  # type: ignore[no-any-return]
 
     def write(self, x: Tensor, cos_sin: tuple[Tensor, Tensor] | None, cache: LayerCache) -> None:
-        """Write k and v."""
         heads = self.qkv_proj.outputs_from(x, self.num_heads * self.head_dim)
         heads = heads.view(x.shape[0], 2 * self.num_kv_heads, self.head_dim)
         if self.k_norm is not None:
