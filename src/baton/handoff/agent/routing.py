@@ -269,24 +269,30 @@ class Routing:
 
     def evict(self, now: float) -> None:
         for session in self._sessions.expired(now):
-            address = session.connection.address
             if session.hello is None:
-                text = f"no answer from {address}: nobody is there, or it has another ticket key, or not these keys"
-                for attempt in self._decodes_at(address):
-                    self._runner.fail(attempt, "unreachable_peer", text)
-                # Pages here or at P may wait for the outcome: keep dialling.
-                if self._sessions.may_return(session) or self._decodes_at(address):
-                    session.last_heard = now
-                else:
-                    self._sessions.hang_up(session)
-                continue
-            self._runner.counters.count("lost_leases")
-            text = f"engine {session.hello.engine_id} was silent for {session.lease:g} s"
-            log.warning("%s: evicted", text)
+                self._unanswered(session, now)
+            else:
+                self._silent(session, session.hello)
+
+    def _unanswered(self, session: Session, now: float) -> None:
+        address = session.connection.address
+        text = f"no answer from {address}: nobody is there, or it has another ticket key, or not these keys"
+        for attempt in self._decodes_at(address):
+            self._runner.fail(attempt, "unreachable_peer", text)
+        # Pages here or at P may wait for the outcome: keep dialling.
+        if self._sessions.may_return(session) or self._decodes_at(address):
+            session.last_heard = now
+        else:
             self._sessions.hang_up(session)
-            if session.connection.identity is not None:
-                self._client_lost(session, "lease_expired", text)
-                continue
-            for attempt in self._decodes_at(address):
-                self._runner.fail(attempt, "lease_expired", text)
-            self._dial_again(session)
+
+    def _silent(self, session: Session, hello: Hello) -> None:
+        self._runner.counters.count("lost_leases")
+        text = f"engine {hello.engine_id} was silent for {session.lease:g} s"
+        log.warning("%s: evicted", text)
+        self._sessions.hang_up(session)
+        if session.connection.identity is not None:
+            self._client_lost(session, "lease_expired", text)
+            return
+        for attempt in self._decodes_at(session.connection.address):
+            self._runner.fail(attempt, "lease_expired", text)
+        self._dial_again(session)
