@@ -98,6 +98,31 @@ def test_ropes_that_transformers_reads_otherwise_are_refused(name: str, fields: 
         parse({**raw, **fields})
 
 
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        *[(name, "norm_topk_prob") for name in ("deepseek_v3", "glm4_moe", "glm_moe_dsa", "nemotron_h")],
+        ("deepseek_v3", "rope_interleave"),
+        ("minimax_m2", "use_routing_bias"),
+        ("gpt_oss", "attention_bias"),
+    ],
+)
+def test_null_is_not_true(name: str, field: str) -> None:
+    """For transformers it is false, and no tensor shows the difference."""
+    raw = base(name)
+    parse = model_class(raw["model_type"]).parse_config
+    assert parse({**raw, field: True}) == parse({key: value for key, value in raw.items() if key != field})
+    with pytest.raises(CheckpointError, match=f"{field} is None, expected true or false"):
+        parse({**raw, field: None})
+
+
+def test_a_rotated_part_of_null_is_the_whole_head() -> None:
+    raw = {**base("glm4_moe"), "head_dim": 16}
+    parse = model_class("glm4_moe").parse_config
+    found = [parse({**raw, **more}).rotary_dim for more in ({}, {"partial_rotary_factor": None})]
+    assert found == [8, 16]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_an_odd_value_is_taken_or_refused_by_name(name: str) -> None:
     raw, rng = base(name), random.Random(name)

@@ -230,8 +230,8 @@ def _aux_layers(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
 def _causal_layers(raw: RawConfig, config: ModelConfig) -> list[bool]:
     """As in vLLM: as configured, else layers with a window."""
     own = _flat_config(raw)
-    given = "is_causal" if own.get("is_causal") is not None else "causal"
-    causals = [get_bool(own, given, window is not None) for window in config.windows]
+    given = next((name for name in ("is_causal", "causal") if own.get(name) is not None), None)
+    causals = [window is not None if given is None else get_bool(own, given) for window in config.windows]
     if own.get("use_swa") or any(
         w is not None and not causal for w, causal in zip(config.windows, causals, strict=True)
     ):

@@ -127,10 +127,10 @@ def get_float(raw: RawConfig, name: str, default: float | None = None) -> float:
 
 
 def get_bool(raw: RawConfig, name: str, default: bool = False) -> bool:
-    """Null and absence mean `default`. Raises `CheckpointError`."""
-    value = raw.get(name)
-    if value is None:
-        return default
+    """Null is false, and refused if `default` is true. Raises `CheckpointError`."""
+    value = raw.get(name, default)
+    if value is None and not default:
+        return False
     if not isinstance(value, bool):
         raise CheckpointError(f"config.json: {name} is {value!r}, expected true or false")
     return value
@@ -212,8 +212,9 @@ def context_length(rope: RopeSpec, max_position: int) -> int:
 
 
 def get_rotary_dim(raw: RawConfig, head_dim: int, default_factor: float) -> int:
-    """Raises `CheckpointError` for 0 or an odd number."""
-    factor = get_float({**raw, **rope_section(raw)}, "partial_rotary_factor", default_factor)
+    """Null is 1. Raises `CheckpointError` for 0 or an odd number."""
+    given = {"partial_rotary_factor": default_factor, **raw, **rope_section(raw)}
+    factor = get_float(given, "partial_rotary_factor", 1.0)
     dim = int(head_dim * min(factor, 2.0))
     if not 0 < dim <= head_dim or dim % 2:
         raise CheckpointError(f"config.json: partial_rotary_factor {factor} rotates {dim} dimensions of {head_dim}")
@@ -250,8 +251,7 @@ def decoder_fields(
     """Fields of all decoders, as keyword arguments of `ModelConfig`. Raises `CheckpointError`.
 
     `head_dim_default` None: hidden size / heads. `partial_rotary_default` None: only whole heads can be rotated.
-    `activation`: the field's name and its only supported value. `windows` is full attention everywhere; an architecture
-    with sliding windows replaces it.
+    `activation`: the field's name and its only supported value. `windows`: full attention everywhere.
     """
     for name, ordinary in _OF_ATTENTION.items():
         if raw.get(name) not in (None, ordinary):
