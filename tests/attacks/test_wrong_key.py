@@ -63,9 +63,10 @@ def test_an_engine_that_answers_with_another_key_is_not_believed(keyed: Scene, u
     )
     until(lambda: impostor.agent.stats().refused >= 1)
     assert impostor.agent.stats().frames == 0
-    keyed.d.agent.abort(ticket.key, "over")
-    until(lambda: not keyed.d.events.empty())
-    assert isinstance(keyed.d.events.get(), DecodeReleased)
+    failed = keyed.d.events.get(timeout=60)
+    assert isinstance(failed, DecodeFailed)
+    assert failed.reason == "unreachable_peer"
+    assert isinstance(keyed.d.events.get(timeout=60), DecodeReleased)
 
 
 def test_an_engine_without_keys_does_not_talk_to_one_with_them(keyed: Scene, until: Until) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import re
+import socket
 import threading
 import time
 from dataclasses import replace
@@ -214,14 +215,15 @@ def test_a_peer_that_never_joins_ends_in_a_named_timeout(pair: Pair, mode: str) 
     settle(p, d)
 
 
-def test_an_address_where_nobody_listens(pair: Pair) -> None:
+def test_an_address_that_takes_connections_and_says_nothing(pair: Pair) -> None:
     p, d = pair.node("P"), pair.node("D", timers=replace(TIMERS, handoff=1.0))
-    ticket = ticket_for(p, d, "push", prefill_addresses=["tcp://127.0.0.1:9"])
-    d.agent.open_decode(ticket, 4, {"target": Interval(0, 4), "draft": Interval(0, 4)}, d.pages(1, 4))
-    failed = d.next(DecodeFailed)
-    assert isinstance(failed, DecodeFailed)
-    assert failed.reason == "handoff_timeout"
-    d.next(DecodeReleased)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ticket = ticket_for(p, d, "push", prefill_addresses=[f"tcp://127.0.0.1:{server.getsockname()[1]}"])
+        d.agent.open_decode(ticket, 4, {"target": Interval(0, 4), "draft": Interval(0, 4)}, d.pages(1, 4))
+        failed = d.next(DecodeFailed)
+        assert isinstance(failed, DecodeFailed)
+        assert failed.reason == "handoff_timeout"
+        d.next(DecodeReleased)
 
 
 def test_incompatible_engines_are_refused_field_by_field(pair: Pair) -> None:

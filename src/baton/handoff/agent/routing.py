@@ -27,7 +27,7 @@ from baton.handoff.protocol.messages import (
     Repair,
 )
 from baton.handoff.protocol.ticket import Ticket
-from baton.handoff.session.base import Connection
+from baton.handoff.session.base import Connection, NoSession
 from baton.handoff.session.session import Session
 from baton.log_limit import LogLimit
 
@@ -42,10 +42,12 @@ class Routing:
         self._channel, self._sessions, self._clock = runner.channel, runner.sessions, runner.clock
         self.registrations = Registrations(runner)
 
-    def on_message(self, connection: Connection, message: ControlMessage) -> None:
+    def on_message(self, connection: Connection, message: ControlMessage | NoSession) -> None:
         """Drops and counts forbidden messages."""
         try:
-            if connection.identity is None:
+            if isinstance(message, NoSession):
+                self._no_session(connection, message)
+            elif connection.identity is None:
                 self._from_server(connection, message)
             else:
                 self._from_client(connection, message)
@@ -76,6 +78,15 @@ class Routing:
                 self._runner.stalled(session)
         elif isinstance(message, AttemptMessage):
             self._answered(session, message)
+
+    def _no_session(self, connection: Connection, found: NoSession) -> None:
+        """Attempts unknown to P need not wait for the lease. HELLO is repeated for others."""
+        session = self._sessions.servers.get(connection.address)
+        if session is None or session.connection is not connection or session.hello is not None:
+            return
+        for attempt in self._decodes_at(connection.address):
+            if not attempt.machine.reached:
+                self._runner.fail(attempt, found.reason, found.text)
 
     def _on_hello(self, session: Session, message: Hello) -> None:
         try:

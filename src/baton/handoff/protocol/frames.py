@@ -104,6 +104,15 @@ def _with_joined_tables(message: ControlMessage) -> ControlMessage:
     return msgspec.structs.replace(message, pages=join_tables(message.pages, message.same), same={})
 
 
+def other_version(frame: bytes) -> int | None:
+    """A frame's version; None if it is ours, or unreadable."""
+    try:
+        version = _envelope.decode(frame).version
+    except _MALFORMED:
+        return None
+    return None if version == PROTOCOL_VERSION else version
+
+
 def encode_frame(message: ControlMessage, session: int, sequence: int) -> bytes:
     """Raises `ProtocolError` for a message over its size limit."""
     kind = kind_of(message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from baton.handoff.protocol.messages import CHALLENGE_BYTES, ControlMessage
 
@@ -23,6 +23,14 @@ class Connection:
     # What the peer's proof covers.
     challenge: bytes = field(default_factory=lambda: secrets.token_bytes(CHALLENGE_BYTES))
     key: bytes = b""  # seals the frames after the proof
+
+
+@dataclass(frozen=True, slots=True)
+class NoSession:
+    """No session begins with who is at a dialled address."""
+
+    reason: Literal["unreachable_peer", "incompatible_peer"]
+    text: str
 
 
 class ControlChannel(Protocol):

@@ -18,12 +18,13 @@ from typing import Any
 import zmq
 
 from baton.errors import ConfigError, ProtocolError
-from baton.handoff.protocol.frames import MAX_FRAME, decode_frame, encode_frame
+from baton.handoff.protocol.frames import MAX_FRAME, PROTOCOL_VERSION, decode_frame, encode_frame, other_version
 from baton.handoff.protocol.messages import Bye, ControlMessage, Hello
 from baton.handoff.session.accepted import AcceptedConnections
 from baton.handoff.session.addresses import ControlEndpoint, endpoint_of
-from baton.handoff.session.base import Connection
+from baton.handoff.session.base import Connection, NoSession
 from baton.handoff.session.curve import Gate, Socket, as_client
+from baton.handoff.session.dialled import DialMonitors
 from baton.handoff.session.keys import CONTROL_BIND, Keys, check_bind
 from baton.handoff.session.seals import check_seal, seal_of
 from baton.log_limit import LogLimit
@@ -46,6 +47,7 @@ _LAST_SEQUENCE = (1 << 63) - 1
 _RECONNECT_MS = (100, 2000)
 # Shortages that may pass.
 _SCARCE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN}
+Heard = tuple[Connection, ControlMessage | NoSession]
 
 
 def _need_descriptors() -> None:
@@ -91,6 +93,7 @@ class Channel:
             self._poller.register(readable, zmq.POLLIN)
         self._accepted = AcceptedConnections()
         self._dialled: dict[Socket, Connection] = {}
+        self._monitors = DialMonitors(context, self._poller)
         self.frames = 0
         self.malformed = 0
         self.dropped = 0
@@ -128,9 +131,11 @@ class Channel:
             sock.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS[0])
             sock.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS[1])
             as_client(sock, self._keys, endpoint.public_key)
+            self._monitors.add(sock, connection)
             sock.connect(endpoint.address)
         except zmq.ZMQError as error:
             if sock is not None:
+                self._monitors.remove(sock)
                 sock.close()
             if error.errno not in _SCARCE:
                 raise ProtocolError(f"cannot dial {connection.address!r}: {error}") from error
@@ -154,6 +159,7 @@ class Channel:
             self._accepted.drop(connection.identity, connection)
         elif connection.socket is not None and self._dialled.pop(connection.socket, None) is not None:
             self._poller.unregister(connection.socket)
+            self._monitors.remove(connection.socket)
             connection.socket.close()
 
     def send(self, connection: Connection, message: ControlMessage) -> None:
@@ -172,7 +178,7 @@ class Channel:
         except zmq.ZMQError:
             self.dropped += 1
 
-    def receive(self, timeout_s: float) -> Iterator[tuple[Connection, ControlMessage]]:
+    def receive(self, timeout_s: float) -> Iterator[Heard]:
         """Wait for messages or `wake`. Malformed frames are only counted.
 
         A session that was evicted, or replaced by its peer, yields a BYE. Each frame is read after the previous message
@@ -183,10 +189,12 @@ class Channel:
                 self._drain_wake()
             elif ready in self._gate.sockets:
                 self._gate.serve(ready)
+            elif ready in self._monitors:
+                yield self._monitors.failed(ready)
             else:
                 yield from self._read(ready)
 
-    def _read(self, ready: Socket) -> Iterator[tuple[Connection, ControlMessage]]:
+    def _read(self, ready: Socket) -> Iterator[Heard]:
         accepted = ready is self._router
         for _ in range(_BURST):  # one busy peer must not starve the others
             try:
@@ -199,8 +207,23 @@ class Channel:
             except ProtocolError as error:
                 self.malformed += 1
                 log.warning("dropped a message: %s", error)
+                yield from self._other_version(ready, [bytes(part) for part in parts])
                 continue
             yield from received
+
+    def _other_version(self, ready: Socket, parts: list[bytes]) -> list[Heard]:
+        """Answered in our version, so that the dialling engine learns of both."""
+        connection = self._dialled.get(ready)
+        frames = parts if ready is not self._router else parts[1:]
+        version = other_version(frames[0]) if frames and len(frames[0]) <= MAX_FRAME else None
+        if version is None:
+            return []
+        if ready is self._router:
+            self._transmit(ready, parts[0], encode_frame(Bye("other_version"), 0, _LAST_SEQUENCE))
+        if connection is None:
+            return []
+        text = f"{connection.address} has version {version} of the handoff protocol, this engine {PROTOCOL_VERSION}"
+        return [(connection, NoSession("incompatible_peer", text))]
 
     def _drain_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -237,6 +260,7 @@ class Channel:
             return []
         if not 1 <= len(parts) <= 2:
             raise ProtocolError(f"{len(parts)} frame parts where 1 or 2 are due")
+        self._monitors.remove(sock)
         frame, *mark = parts
         session, sequence, message = decode_frame(frame)
         if session != connection.session:
@@ -263,6 +287,7 @@ class Channel:
         if farewell is not None:
             self._answer_unread(farewell)
         for sock, connection in self._dialled.items():
+            self._monitors.remove(sock)
             sock.close(linger=_LAST_LINGER_MS if connection.received else 0)
         self._gate.close()
         self._router.close(linger=_LAST_LINGER_MS)
