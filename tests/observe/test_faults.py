@@ -50,6 +50,15 @@ def test_an_engine_that_cannot_be_used_is_named_once(problem: str) -> None:
     ]
 
 
+def test_an_engine_of_another_model_has_a_line_that_can_be_read() -> None:
+    """Nearly all its facts differ."""
+    other = dataclasses.replace(PREFILL, usable=False, problem="incompatible peer: model: " + "x" * 2000)
+    (line,) = find_faults([other, DECODE], {}, recent(), NOW)
+    assert line.startswith("engine http://p (prefill) cannot be used: incompatible peer: model: x")
+    assert line.endswith("... (all of it: problem in /status)")
+    assert len(line) < 400
+
+
 @pytest.mark.parametrize(("usage", "waiting", "told"), [(0.95, 0, ""), (0.6, 3, ", 3 requests wait there")])
 def test_an_engine_whose_kv_is_used_up_is_named(usage: float, waiting: int, told: str) -> None:
     full = dataclasses.replace(DECODE, kv_usage=usage, num_waiting=waiting)

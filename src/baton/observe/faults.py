@@ -1,6 +1,4 @@
-"""Current faults of a deployment: one line each, for `/status`, the dashboard and `baton status`. A line is shown while
-its cause lasts.
-"""
+"""Current faults of a deployment: one line each, for `/status`, the dashboard and `baton status`."""
 
 from __future__ import annotations
 
@@ -23,6 +21,7 @@ REASONS = {
 # Shares of KV in use that make an engine full: without, and with requests that wait for it.
 _FULL, _FULL_WITH_WAITING = 0.9, 0.5
 _MIN_ROUTES = 20
+_MAX_PROBLEM = 300
 _LAST_ENDED, _MIN_FAILED = 20, 5
 # A handoff is slow if the second token takes this long, and this many times as long as later ones.
 _SLOW_S, _SLOW_TOKENS = 0.1, 20.0
@@ -72,6 +71,8 @@ def _lost(engines: Sequence[EngineView]) -> Iterator[str]:
     for engine in engines:
         if not engine.usable:
             problem = engine.problem.removeprefix(f"engine {engine.url}").removeprefix(":").strip()
+            if len(problem) > _MAX_PROBLEM:
+                problem = f"{problem[:_MAX_PROBLEM]} ... (all of it: problem in /status)"
             yield f"engine {engine.url} ({engine.role}) cannot be used: {problem}"
 
 

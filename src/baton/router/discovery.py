@@ -96,7 +96,7 @@ class Discovery:
             if url in listed and not listed[url].leaving:  # a second call would move its requests elsewhere
                 self._pool.drain(url)
             joined.discard(url)
-        for url in sorted(urls - listed.keys()):
+        for url in sorted(urls - listed.keys() - joined):
             try:
                 await self._pool.add(url, service.role)
             except BatonError as error:

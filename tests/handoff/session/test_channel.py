@@ -225,6 +225,18 @@ def test_bad_key_files_are_named(directory: Path, file: str, change: str, what: 
         KeyRing(directory, "P")
 
 
+def test_a_damaged_key_shuts_out_its_own_engine_alone(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Such as a file that is being copied while engines run."""
+    ring, file = KeyRing(directory, "P"), directory / "public" / "D.pub"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:10])
+    assert ring.public_of("D") is None
+    assert ring.public_of("P") == ring.public
+    assert "engine D is shut out: " in caplog.text
+    file.write_bytes(whole)
+    assert ring.public_of("D") == whole.strip()
+
+
 # ---------------------------------------------------------------- sessions
 
 
@@ -405,7 +417,6 @@ def test_the_port_check_of_the_doctor_is_no_refused_connection(
         stranger.curve_serverkey = zmq.curve_keypair()[0]
         stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
         stranger.connect(f"tcp://{host}:{port}")
-        stranger.send(b"")
         exchange(keyed, until=lambda: keyed.refused > 0)
     assert keyed.refused == 1
     assert caplog.text.count("was refused") == 1

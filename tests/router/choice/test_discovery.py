@@ -16,7 +16,7 @@ from baton.errors import ConfigError
 from baton.router import RouterConfig, build_app
 from baton.router.discovery import Discovery, Service, read_services, resolve
 from baton.router.pool import EnginePool
-from testkit.servers.fake_serving import KEY, served, status_of
+from testkit.servers.fake_serving import ADMIN, ADMIN_TOKEN, KEY, served, status_of
 from testkit.servers.fleets import QUICK, Setup, complete, engines
 
 
@@ -46,7 +46,8 @@ async def test_engines_come_and_go_with_their_addresses(
     async with engines(directory, setup.prefill, setup.decode) as (p, d), aiohttp.ClientSession() as session:
         ports = [url.rpartition(":")[2] for url in (p, d)]
         named = (f"prefill=p:{ports[0]}", f"decode=d:{ports[1]}", "decode=nobody:1")
-        async with served(await build_app(RouterConfig(discover=named, ticket_key=KEY, timers=QUICK))) as url:
+        config = RouterConfig(discover=named, ticket_key=KEY, timers=QUICK, admin_token=ADMIN_TOKEN)
+        async with served(await build_app(config)) as url:
 
             async def listed(**addresses: str) -> list[str]:
                 names.addresses = {name: {address} for name, address in addresses.items() if address}
@@ -59,6 +60,13 @@ async def test_engines_come_and_go_with_their_addresses(
             assert await listed(p="127.0.0.1") == [p, d], "a name server that is silent drains none"
             assert await listed(p="127.0.0.1", d="127.0.0.9") == [p, f"http://127.0.0.9:{ports[1]}"]
             assert await listed(p="127.0.0.1", d="127.0.0.1") == [p, d]
+            for how in ("remove", "drain"):
+                async with session.post(f"{url}/instances/{how}", json={"url": d}, headers=ADMIN) as response:
+                    assert response.status == 200
+                assert await listed(p="127.0.0.1", d="127.0.0.1") == [p], "what an operator removes stays away"
+                elsewhere = f"http://127.0.0.9:{ports[1]}"
+                assert await listed(p="127.0.0.1", d="127.0.0.9") == [p, elsewhere]
+                assert await listed(p="127.0.0.1", d="127.0.0.1") == [p, d], "until its address comes anew"
     lines = [record.message for record in caplog.records if "nobody:1" in record.message]
     assert len(lines) == 1, "a name without addresses is told once"
 

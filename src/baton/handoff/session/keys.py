@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import logging
 import os
 import re
 import struct
@@ -25,6 +26,10 @@ from zmq.utils import z85
 from baton.directories import OTHERS, OTHERS_WRITE, check_own, own_directory
 from baton.errors import ConfigError
 from baton.handoff.protocol.ticket import load_or_create_key
+from baton.log_limit import LogLimit
+
+log = logging.getLogger(__name__)
+log.addFilter(LogLimit())
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 _Z85_CHARS = 40
@@ -163,11 +168,19 @@ class KeyRing:
             raise ConfigError("keys", f"cannot read {self._public_dir}: {error.strerror}") from error
         if stamp == self._stamp:
             return
-        keys = {path.stem: _read(path, private=False) for path in files}
+        keys = {}
+        for path in files:
+            try:
+                keys[path.stem] = _read(path, private=False)
+            except ConfigError as error:
+                if not self._by_name:
+                    raise
+                log.warning("engine %s is shut out: %s", path.stem, error)
         by_key = {key: name for name, key in keys.items()}
         if len(by_key) != len(keys):
             raise ConfigError("keys", f"two engines in {self._public_dir} have the same key")
-        self._by_name, self._by_key, self._stamp = keys, by_key, stamp
+        self._by_name, self._by_key = keys, by_key
+        self._stamp = stamp if len(keys) == len(files) else None
 
 
 def check_bind(address: str, has_keys: bool) -> None:
@@ -210,10 +223,12 @@ def _secret_file(root: Path, name: str) -> Path:
 
 
 def _write(path: Path, key: bytes, mode: int) -> None:
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    new = path.with_name(f".{path.name}.new")
+    new.unlink(missing_ok=True)
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
     with os.fdopen(descriptor, "wb") as file:
         file.write(key + b"\n")
+    new.replace(path)  # engines read it
 
 
 def _read(path: Path, private: bool) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from typing import IO, Any
@@ -40,10 +41,13 @@ class PerfettoFile:
             self._write({**mark, **common})
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.write("\n]\n" if self._lines else "[]\n")
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                with file:
+                    file.write("\n]\n" if self._lines else "[]\n")
+            except OSError as error:
+                _log(error)
 
     def _process(self, name: str) -> int:
         if name not in self._processes:
@@ -52,12 +56,18 @@ class PerfettoFile:
         return self._processes[name]
 
     def _write(self, event: dict[str, Any]) -> None:
-        if self._file is None:
+        if (file := self._file) is None:
             return
         try:
-            self._file.write(("[\n" if not self._lines else ",\n") + json.dumps(event))
-            self._file.flush()
+            file.write(("[\n" if not self._lines else ",\n") + json.dumps(event))
+            file.flush()
         except OSError as error:
-            logger.error("the trace file cannot be written any more: %s", error)
+            _log(error)
             self._file = None
+            with contextlib.suppress(OSError):
+                file.close()
         self._lines += 1
+
+
+def _log(error: OSError) -> None:
+    logger.error("the trace file cannot be written any more: %s", error)
