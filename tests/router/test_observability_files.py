@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,15 @@ from tools.prometheus_check import alert_queries, panel_queries, scaling_queries
 @pytest.mark.parametrize("name", sorted(DASHBOARDS))
 def test_dashboards_are_current(name: str) -> None:
     assert (FOLDER / "grafana" / f"{name}.json").read_text() == text_of(name), "python -m tools.grafana"
+
+
+def documented_queries() -> dict[str, str]:
+    """The PromQL of the page for operators."""
+    page = (FOLDER.parents[1] / "docs" / "operations.md").read_text()
+    spans = [span for line in page.splitlines() for span in re.findall(r"`([^`]+)`", line)]
+    queries = [span for span in spans if re.match(r"(sum|histogram_quantile)\b.*\(", span)]
+    assert len(queries) >= 8
+    return {query: query for query in queries}
 
 
 async def test_every_metric_of_the_queries_exists(directory: Path) -> None:
@@ -39,7 +49,7 @@ async def test_every_metric_of_the_queries_exists(directory: Path) -> None:
     shown |= {line.partition("{")[0].partition(" ")[0] for line in text.splitlines() if not line.startswith("#")}
     scaling = scaling_queries()
     assert len(scaling) == 4
-    queries = {**panel_queries(), **alert_queries(), **scaling}
+    queries = {**panel_queries(), **alert_queries(), **scaling, **documented_queries()}
     missing = {name: asked - shown for name, query in queries.items() if (asked := metric_names(query)) - shown}
     assert missing == {}
     assert len(queries) > 40
