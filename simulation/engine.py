@@ -268,8 +268,9 @@ class Engine:
         stream = None if leg is None else self._streams.get(leg.request.request_id)
         if self.metrics.recoveries["recompute"] > before:
             self.process.cluster.rungs["recompute"] += 1
-            if stream is not None:
-                stream.router.clients[stream.request.request_id.partition(".")[0]].rungs.add("recompute")
+            client = None if stream is None else stream.router.clients.get(stream.request.request_id.partition(".")[0])
+            if client is not None:  # else the router tries the pair
+                client.rungs.add("recompute")
 
     def opens(self, key: AttemptKey, num_tokens: int, wanted: dict[str, Interval], pages: dict[str, list[int]]) -> None:
         label, story = str(key), self.stories[self.legs.open[key].request.request_id]

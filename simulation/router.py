@@ -347,7 +347,9 @@ class Router:
             if stream.router is not self or not stream.open or process is None or not process.paused or process.dead:
                 continue
             name = stream.request.request_id
-            request = self.clients[name.partition(".")[0]]
+            request = self.clients.get(name.partition(".")[0])
+            if request is None:
+                continue  # the router's own
             since = max(stream.began, process.paused_at)
             handoff = stream.request.handoff
             if handoff is not None and handoff.role == "prefill":

@@ -13,8 +13,8 @@ from baton.engine import request_checks
 from baton.errors import IncompatiblePeerError, RequestError
 from baton.openai import backend as served
 from baton.router import identity, pooled_engine
+from baton.router.admission.concurrency import ConcurrencyLimit
 from baton.router.clients.address import checked_url
-from baton.router.concurrency import ConcurrencyLimit
 from baton.router.identity import PoolIdentity
 from baton.router.join import Joined
 from baton.router.pool import EnginePool

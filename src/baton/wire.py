@@ -193,6 +193,7 @@ class EngineIdentity(msgspec.Struct, frozen=True):
     - `data_parallel_rank`: its rank among the engines started together, or in a server of vLLM or SGLang.
     - `sampling_defaults`: for parameters that the client leaves out, applied by the API layer.
     - `kv_transport`: the `transports.registry.transport_name`; empty: unknown, or no handoffs.
+    - `protocol`: the version of its handoff protocol; 0: unknown.
     """
 
     engine_id: EngineId
@@ -206,6 +207,7 @@ class EngineIdentity(msgspec.Struct, frozen=True):
     data_parallel_rank: int | None = None
     sampling_defaults: SamplingDefaults = NO_DEFAULTS
     kv_transport: str = ""
+    protocol: WholeNumber = 0
 
 
 class EngineInfo(EngineIdentity, frozen=True, kw_only=True):

@@ -51,11 +51,11 @@ def run(
 
 
 @contextmanager
-def running(log: Path, *arguments: str) -> Iterator[Running]:
+def running(log: Path, *arguments: str, command: Sequence[str] = BATON) -> Iterator[Running]:
     """Run `baton ARGUMENTS`, ready, at a free port. The process always ends with the context."""
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*BATON, *arguments, "--port", "0"],
+            [*command, *arguments, "--port", "0"],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

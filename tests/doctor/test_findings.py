@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from baton.comparison import PROCESSOR
@@ -14,6 +15,7 @@ from baton.doctor.diagnose import findings_of
 from baton.doctor.key_checks import check_keys
 from baton.doctor.report import checkup_json, format_checkup
 from baton.handoff.session.keys import make_keys
+from baton.wire import EngineIdentity
 from tests.doctor.healthy import (
     ROUTER,
     D,
@@ -31,6 +33,13 @@ from tests.doctor.healthy import (
 AFAR = (Reading(100.0, 5000.0, 0.001), Reading(101.0, 5001.0, 0.001))
 DRIFTS = (Reading(100.0, 100.0, 0.001), Reading(110.0, 105.0, 0.001))
 
+
+def spoken(url: str, version: int) -> EngineIdentity:
+    """The identity of a healthy engine, which speaks this version of the handoff protocol."""
+    known = engine(url, "prefill" if url == P else "decode").identity
+    return msgspec.structs.replace(known, protocol=version)  # type: ignore[type-var]
+
+
 # Name of the finding -> what is changed, where it is found, and words of its line.
 PLANTED: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "unreachable": ({"d": {"problem": Problem("unreachable", "refused")}}, D, ("refused",)),
@@ -40,6 +49,7 @@ PLANTED: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "draining": ({"router": {"engines": (RouterEntry(url=D, role="decode", draining=True),)}, "p": engine(D, "decode"),
                   "trial": None}, D, ("true",)),
     "version": ({"d": settings(version="0.2.0")}, D, ("'0.2.0'", "'0.1.0'")),
+    "protocol": ({"p": {"identity": spoken(P, 8)}, "d": {"identity": spoken(D, 9)}}, D, ("9", "8", "one version")),
     "model.weights": ({"d": facts(model_weights="b")}, D, ("'b'", "'a'", "checkpoint")),
     "model.dtype": ({"d": facts(model_dtype="float32")}, D, ("float32", "bfloat16", "--dtype")),
     "output.sampling_defaults": ({"d": facts(output_sampling_defaults="top_p 0.9")}, D, ("top_p 0.9", "''")),

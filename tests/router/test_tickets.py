@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,10 @@ import pytest
 from baton.handoff.protocol.ticket import verify_ticket
 from baton.router.connectors.base import ConnectorConfig
 from baton.router.connectors.tickets import mint_ticket
-from baton.router.pooled_engine import Pairs, PooledEngine
+from baton.router.pairs import Pairs
+from baton.router.pooled_engine import PooledEngine
 from testkit.servers.fake_serving import FakeEngine, status_of
-from testkit.servers.fleets import Cluster, bare, complete, expected_answer
+from testkit.servers.fleets import QUICK, Cluster, bare, complete, expected_answer
 
 KEY = b"k" * 32
 
@@ -84,6 +86,16 @@ async def test_engines_with_another_key_cost_no_request(
         assert sum(engine["healthy"] for engine in state["engines"]) == sum(counts) - len(strangers)
         assert state["handoffs"]["failures"] == {"refused": len(strangers)}
         assert state["decisions"][why] >= 3
+
+
+async def test_no_request_waits_for_engines_that_refuse_all_tickets(directory: Path) -> None:
+    """They come back only with another key, so the error comes at once. A client waits for the patience otherwise."""
+    cluster = Cluster(directory, 1, 1)
+    give_other_key(*cluster.prefills, *cluster.decodes)
+    async with cluster.run(timers=dataclasses.replace(QUICK, patience=3600.0)) as (url, session):
+        status, answer = await complete(session, url)
+        assert (status, answer["error"]["code"]) == (503, "engine_unavailable")
+        assert "another ticket key" in answer["error"]["message"]
 
 
 async def test_all_engines_have_another_key(directory: Path) -> None:
@@ -172,15 +184,58 @@ async def test_no_token_of_an_incompatible_engine_is_continued_from(directory: P
         assert bare((await complete(session, url))[1]) == await expected_answer(directory, session)
 
 
+def in_pool(name: str, role: str, protocol: int = 0) -> PooledEngine:
+    info = SimpleNamespace(engine_id=name, incarnation=name, protocol=protocol)
+    return PooledEngine(None, role, info, problem=None)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
-    ("reason", "unused_s"), [("no_room", 0.0), ("unreachable_peer", 30.0), ("incompatible_peer", math.inf)]
+    ("reason", "pause_s"), [("no_room", None), ("unreachable_peer", 30.0), ("incompatible_peer", math.inf)]
 )
-def test_a_pair_is_tried_again_later(reason: str, unused_s: float) -> None:
+def test_a_refused_pair_is_due_for_a_trial_once_a_pause(reason: str, pause_s: float | None) -> None:
     now = 0.0
-    pairs = Pairs(lambda: now)
-    p, d = (PooledEngine(None, "both", SimpleNamespace(engine_id=i, incarnation=i)) for i in "pd")  # type: ignore[arg-type]
+    pairs = Pairs(30.0, lambda: now)
+    p, d = in_pool("p", "prefill"), in_pool("d", "decode")
     pairs.note(p, d, f"{reason}: why")
-    assert pairs.why_not(p, d) == (f"{reason}: why" if unused_s else None)
+    assert pairs.why_not(p, d) == (f"{reason}: why" if pause_s else None)
     assert pairs.why_not(d, p) is None
-    now = 30.5
-    assert pairs.why_not(p, d) == (f"{reason}: why" if unused_s > now else None)
+    for _ in range(2):
+        assert pairs.due([p, d]) == []
+        now += 30.5
+        assert pairs.due([p, d]) == ([(p, d)] if pause_s == 30.0 else [])
+        # No request uses it before the trial has worked.
+        assert pairs.refused([p, d]) == ([(p, d, f"{reason}: why")] if pause_s else [])
+    pairs.worked(p, d)
+    assert pairs.refused([p, d]) == []
+
+
+def test_engines_of_two_protocol_versions_are_never_a_pair() -> None:
+    pairs = Pairs(30.0)
+    old, new, unknown = in_pool("p", "prefill", 8), in_pool("d", "decode", 9), in_pool("e", "decode")
+    assert pairs.why_not(old, unknown) is None
+    ((p, d, why),) = pairs.refused([old, new, unknown])
+    assert (p, d) == (old, new)
+    assert why == "incompatible_peer: the handoff protocol has version 8 at P, 9 at D"
+
+
+@pytest.mark.parametrize("mended", [True, False])
+async def test_the_router_tries_a_pair_that_refused_each_other_itself(directory: Path, mended: bool) -> None:
+    """Clients' requests go elsewhere until its trial has worked."""
+    cluster = Cluster(directory, 1, 1)
+    prefill, decode = cluster.prefills[0], cluster.decodes[0]
+    decode.parted[prefill.info.incarnation] = "unreachable_peer: no answer"
+    async with cluster.run(timers=dataclasses.replace(QUICK, trial=0.1)) as (url, session):
+        expected = await expected_answer(directory, session)
+        await assert_served(session, url, expected)
+        if mended:
+            decode.parted.clear()
+            while (await status_of(session, url))["alarms"]:
+                await asyncio.sleep(0.01)
+        else:
+            while len(prefill.requests) < 3:
+                await asyncio.sleep(0.01)
+        for _ in range(3):
+            await assert_served(session, url, expected)
+        of_clients = [one for one in prefill.requests if not one.request_id.startswith("trial-")]
+        assert len(of_clients) == (4 if mended else 1)
+        assert bool((await status_of(session, url))["alarms"]) is not mended

@@ -1,4 +1,4 @@
-"""`baton doctor`: asks running servers what they are, and finds what would fail between them before traffic does.
+"""`baton doctor` (docs/operations.md).
 
 `ask`, `ask_vllm`, `host` and `trial` collect facts; the modules that judge them are pure.
 """

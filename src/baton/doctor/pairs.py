@@ -11,6 +11,7 @@ from baton.doctor.checkup import Finding, Server
 # The cure of a difference, by the beginning of its name. The first match counts.
 _CURES: tuple[tuple[str, str], ...] = (
     ("version", "run one version everywhere"),
+    ("protocol", "run one version of Baton everywhere"),
     ("engine", "run one version everywhere"),
     ("served_model_name", "start both with the same --served-model-name"),
     ("max_model_len", "start both with the same --max-model-len: longer requests cannot be handed off"),
@@ -81,6 +82,9 @@ def _differences(reference: Server, server: Server) -> Iterator[Finding]:
     differing: dict[str, tuple[object, object]] = {}
     if reference.identity is not None and server.identity is not None:
         differing |= differing_facts(reference.facts(), server.facts())[0]
+        versions = reference.identity.protocol, server.identity.protocol
+        if all(versions) and versions[0] != versions[1]:
+            differing["protocol"] = versions
     both = sorted(reference.settings.keys() & server.settings.keys())
     differing |= {
         name: (reference.settings[name], server.settings[name])

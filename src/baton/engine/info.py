@@ -6,6 +6,7 @@ from pathlib import Path
 from baton.engine.config import EngineConfig
 from baton.engine.loading.checkpoints import Loaded
 from baton.engine.memory.pool_size import PoolSize
+from baton.handoff.protocol.frames import PROTOCOL_VERSION
 from baton.kv.cache import KVCache
 from baton.kv.moved_prefix import prefix_multiple
 from baton.kvevents.publisher import EventPublisher
@@ -53,6 +54,7 @@ def engine_info(
         data_parallel_rank=config.data_parallel_rank if config.data_parallel_size > 1 else None,
         token_api=config.role != "both" or config.token_api,
         kv_transport=transport_name(config.kv_transfer_config.kv_transport) if control_addresses else "",
+        protocol=PROTOCOL_VERSION,
         kv_events_port=0 if events is None else events.port,
         kv_events_replay_port=0 if events is None else events.replay_port,
     )

@@ -1,4 +1,4 @@
-"""The server for clients: chooses engines, starts both legs of a handoff, and joins their tokens into one stream.
+"""The server for clients (docs/router.md).
 
 Names are imported on first use, since commands need only the settings.
 """

@@ -1,6 +1,4 @@
-"""Hand-back: cached KV of a prompt goes from the engine that holds it to the prefill engine, which computes the rest
-(docs/router.md, "Hand-back").
-"""
+"""Hand-back of cached KV to prefill engines (docs/router.md, "Hand-back")."""
 
 from __future__ import annotations
 
@@ -45,8 +43,7 @@ class HandBack:
 class HandBacks:
     """Hands prefixes back if moving is faster than computing.
 
-    `counts`: by outcome; `too_slow`: computing is faster. `num_tokens`: prompt tokens that prefill engines did not
-    compute.
+    `counts`: by outcome; `too_slow`: computing is faster. `num_tokens`: that prefill engines did not compute.
     """
 
     OUTCOMES = ("completed", "failed", "too_slow")

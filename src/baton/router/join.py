@@ -1,7 +1,5 @@
-"""Joins the legs of a request by token position, so that no token is lost, repeated or changed.
-
-The prefill leg sends the first token; once the decode leg has the KV, it sends that token too, then all others. Later
-attempts continue the client's stream.
+"""Joins the legs of a request by token position: no token is lost, repeated or changed
+(docs/lifecycle.md, "A handed-over request").
 """
 
 from __future__ import annotations

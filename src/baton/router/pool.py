@@ -21,7 +21,8 @@ from baton.router.clients.address import checked_url, split_rank
 from baton.router.clients.engine_client import EngineClient
 from baton.router.identity import PoolIdentity
 from baton.router.index.readers import EventReaders
-from baton.router.pooled_engine import Pairs, PooledEngine
+from baton.router.pairs import Pairs
+from baton.router.pooled_engine import PooledEngine
 from baton.router.prefixes import KnownPrefixes
 from baton.router.timers import RouterTimers
 from baton.router.workers.loads import WorkerLoads
@@ -36,9 +37,7 @@ NewClient = Callable[[aiohttp.ClientSession, str, RouterTimers, Role], EngineCli
 
 
 class EnginePool:
-    """The router's engines, for one event loop. `identity` decides what they serve; an operator's `rebind` clears
-    it.
-    """
+    """The router's engines, for one event loop."""
 
     def __init__(
         self,
@@ -55,9 +54,10 @@ class EnginePool:
         requests; None: do not ask for loads. `loads`: shared with the router's other processes.
         """
         self._is_overload, self.loads = is_overload, loads
-        self.pairs = Pairs()
+        self.on_pair_due: Callable[[PooledEngine, PooledEngine], None] = lambda prefill, decode: None
         self.readers = readers or EventReaders()
         self.timers = timers or RouterTimers()
+        self.pairs = Pairs(self.timers.trial)
         self._new_client = new_client
         self._session = session
         shared = None if loads is None else loads.binding
@@ -72,9 +72,7 @@ class EnginePool:
         return list(self._engines.values())
 
     async def rebind(self) -> None:
-        """The next engine that answers decides the served model. Running requests continue on engines with their
-        identity.
-        """
+        """The next engine that answers decides the served model."""
         self.identity.clear()
         for engine in self.engines:
             engine.problem = "not asked yet what it serves now"
@@ -166,6 +164,10 @@ class EnginePool:
                 total += info.max_num_seqs
         return total or None
 
+    def may_recover(self) -> bool:
+        """Whether an engine may come by itself."""
+        return not self._engines or not all(engine.refuses_tickets for engine in self._engines.values())
+
     def has_other(self, engine: PooledEngine, avoid: Sequence[PooledEngine] = ()) -> bool:
         mine = (e for e in self._engines.values() if e.role == engine.role and e.healthy)
         return any(e is not engine and e not in avoid for e in mine)
@@ -193,6 +195,8 @@ class EnginePool:
             while True:
                 for engine in (*self.engines, *self._removed):
                     self._start_check(engine)
+                for pair in self.pairs.due(self.engines):
+                    self.on_pair_due(*pair)
                 await asyncio.sleep(self.timers.check)
         finally:
             checks = list(self._checks.values())

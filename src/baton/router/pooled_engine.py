@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import math
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -18,11 +15,6 @@ from baton.router.prefixes import KnownPrefixes, Prefixes
 from baton.router.workers.loads import NO_LOAD, OtherLoad
 from baton.wire import EngineInfo, GenerateRequest, Role
 
-logger = logging.getLogger(__name__)
-
-# Seconds without handoffs of a pair, by the reason of a failed one.
-_UNUSED_S = {"incompatible_peer": math.inf, "unreachable_peer": 30.0, "unhealthy_peer": 30.0}
-_MAX_PAIRS = 4096
 OnLost = Callable[[EngineLostError], None]
 
 
@@ -71,38 +63,6 @@ class _Leg:
             self.has_prefilled = True
             self.engine.queued_tokens -= self.charge.prefill_tokens
             self.engine.on_load(self.engine)
-
-
-class Pairs:
-    """Engines that cannot hand over to each other, by incarnation."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._refused: dict[tuple[str, str], tuple[float, str]] = {}
-
-    def note(self, prefill: PooledEngine, decode: PooledEngine, error: str) -> None:
-        reason = error.partition(":")[0]
-        if reason in _UNUSED_S and (ends := _ends(prefill, decode)) is not None:
-            if ends not in self._refused:
-                logger.error("engines %s and %s hand over nothing: %s", prefill.name, decode.name, error)
-            while len(self._refused) >= _MAX_PAIRS:
-                del self._refused[next(iter(self._refused))]
-            self._refused[ends] = self._clock() + _UNUSED_S[reason], error
-
-    def refused(self) -> dict[tuple[str, str], str]:
-        now = self._clock()
-        return {ends: error for ends, (until, error) in self._refused.items() if now < until}
-
-    def why_not(self, prefill: PooledEngine, decode: PooledEngine) -> str | None:
-        """None: try them."""
-        if not self._refused or (found := self._refused.get(_ends(prefill, decode) or ("", ""))) is None:
-            return None
-        return found[1] if self._clock() < found[0] else None
-
-
-def _ends(prefill: PooledEngine, decode: PooledEngine) -> tuple[str, str] | None:
-    p, d = prefill.info, decode.info
-    return None if p is None or d is None else (p.incarnation, d.incarnation)
 
 
 @dataclass(eq=False)  # slots allow no weak references
@@ -170,6 +130,11 @@ class PooledEngine:
     @property
     def all_kv_tokens(self) -> int:
         return self.kv_tokens + self.others.kv_tokens
+
+    @property
+    def refuses_tickets(self) -> bool:
+        """Until it restarts."""
+        return self.info is not None and self.barred == self.info.incarnation
 
     @property
     def healthy(self) -> bool:

@@ -23,14 +23,15 @@ from baton.errors import (
 from baton.openai import ServedModel
 from baton.openai.backend import OnRoute, Take
 from baton.openai.http.caller import CALLER, session_of
+from baton.router.admission.concurrency import ConcurrencyLimit
 from baton.router.admission.tenants import standing_of
 from baton.router.attempt import RequestProgress, RunningAttempt, pass_on
-from baton.router.concurrency import ConcurrencyLimit
 from baton.router.connectors.base import Connector, HandoffOutcome, Legs
 from baton.router.hand_back import HandBacks, HandBackWatch
 from baton.router.join import Joined, LegFailed, TokenMismatch, join_legs
 from baton.router.leg_tasks import Chunks, LegItems, frameless
 from baton.router.observer import RequestObserver
+from baton.router.pairs import trial_request
 from baton.router.policies import PolicyConfig, create_policies
 from baton.router.pool import EnginePool
 from baton.router.pooled_engine import NO_CHARGE, OnLost, PooledEngine
@@ -87,6 +88,7 @@ class RouterBackend:
         self._connector = connector
         self._kv_mode: Mode = kv_mode
         self._background: set[asyncio.Task[None]] = set()
+        pool.on_pair_due = lambda p, d: self._run_in_background(self._try_pair(p, d), pool.timers.tell)
 
     def model(self) -> ServedModel:
         return self.pool.identity.model()
@@ -179,7 +181,7 @@ class RouterBackend:
                 route = self._routes.choose(request, tried, hand_off, session, refused)
                 if route is not None:
                     return route
-            if asyncio.get_running_loop().time() >= deadline:
+            if asyncio.get_running_loop().time() >= deadline or not self.pool.may_recover():
                 problems = [f"{e.url}: {e.problem}" for e in self.pool.engines if e.problem is not None]
                 problems += [
                     f"{e.url}: serves something else than what the request began with"
@@ -206,6 +208,17 @@ class RouterBackend:
         self.handoffs["started"] += 1
         self.num_active_handoffs += 1
         return attempt
+
+    async def _try_pair(self, prefill: PooledEngine, decode: PooledEngine) -> None:
+        """Does a refused pair hand over again? No client waits for it."""
+        request = trial_request(self._connector.config.new_transfer_id().hex())
+        route = Route("handed_off", decode, prefill)
+        with contextlib.suppress(LegFailed):
+            async with self._running(request, route, self._kv_mode, lambda _: False, LegItems()) as attempt:
+                async for chunk, leg in attempt.chunks:
+                    attempt.note(chunk, leg)
+                if attempt.outcome == "completed":
+                    self.pool.pairs.worked(prefill, decode)
 
     def _handoff_ended(self, legs: Legs, outcome: HandoffOutcome, error: BaseException | None) -> None:
         if isinstance(error, LegFailed) and outcome != "failed" and not isinstance(error.error, RequestError):

@@ -1,6 +1,6 @@
 """Routes of requests: handed off between two engines, or computed on one.
 
-The decode engine is chosen first (docs/router.md): the tokens to compute depend on its cache.
+The decode engine is chosen first (docs/router.md).
 """
 
 from __future__ import annotations

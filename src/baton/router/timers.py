@@ -13,6 +13,7 @@ class RouterTimers:
     - `patience`: how long a request that has begun waits for an engine to continue it.
     - `connect`: for a leg's connection.
     - `tell`: for a vLLM server's answer to a message.
+    - `trial`: before a refused pair is tried again.
     - `drain`: how long a leg whose request has ended may take to end by itself.
     """
 
@@ -23,3 +24,4 @@ class RouterTimers:
     connect: float = 3.0
     tell: float = 20.0
     drain: float = 5.0
+    trial: float = 30.0

@@ -12,6 +12,7 @@ import msgspec
 from baton.handoff.agent.agent import HandoffAgent
 from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.agent.message_sizes import check_messages
+from baton.handoff.protocol.frames import PROTOCOL_VERSION
 from baton.handoff.protocol.ticket import Redeemer
 from baton.plugin_base.rank_agent import start_agent
 from baton.plugin_base.ranks import WorkerPart, join_workers
@@ -87,6 +88,7 @@ def start_rank_backend(args: Any, mode: str, server: Any, queue: Any) -> RankBac
         num_speculative_tokens=compat.num_speculative_tokens(server),
         max_model_len=longest,
         kv_transport=transport_name(settings.kv_transport),
+        protocol=PROTOCOL_VERSION,
         data_parallel_rank=data_rank,
     )
     return RankBackend(num_ranks, legs, compat.metadata_rows(args), identity, agent, transport)

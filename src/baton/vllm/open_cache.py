@@ -14,6 +14,7 @@ from typing import Any
 from baton.handoff.agent.agent import HandoffAgent
 from baton.handoff.agent.instance import InstanceAgent
 from baton.handoff.agent.message_sizes import check_messages
+from baton.handoff.protocol.frames import PROTOCOL_VERSION
 from baton.plugin_base.rank_agent import start_agent
 from baton.plugin_base.ranks import JoinedWorkers, WorkerPart, join_workers
 from baton.transports.base import Transport
@@ -140,6 +141,7 @@ def _identity(
         data_parallel_rank=compat.data_parallel_rank(config),
         sampling_defaults=compat.sampling_defaults(config),
         kv_transport=transport_name(kv_transport),
+        protocol=PROTOCOL_VERSION,
         moves_prefixes=compat.has_prefix_cache(config) and not whole.has_states,
         prefix_multiple=window_block,
         # vLLM drops the last block that it finds, and looks for the window before that.

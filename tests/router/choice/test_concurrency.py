@@ -12,8 +12,9 @@ import aiohttp
 import msgspec
 import pytest
 
-from baton.router import RouterConfig, build_app, concurrency
-from baton.router.concurrency import ConcurrencyLimit
+from baton.router import RouterConfig, build_app
+from baton.router.admission import concurrency
+from baton.router.admission.concurrency import ConcurrencyLimit
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
 from baton.timeouts import timeout

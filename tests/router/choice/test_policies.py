@@ -14,9 +14,10 @@ from baton.errors import ConfigError, OverloadedError
 from baton.router.clients.engine_client import EngineClient
 from baton.router.index.blocks import BlockIndex
 from baton.router.index.held import HeldPrefixes
+from baton.router.pairs import Pairs
 from baton.router.policies import POLICIES, EngineNeeds, PolicyConfig, create_policies, read_config
 from baton.router.pool import EnginePool
-from baton.router.pooled_engine import Charge, Pairs, PooledEngine
+from baton.router.pooled_engine import Charge, PooledEngine
 from baton.router.prefixes import KnownPrefixes, PromptBlocks
 from baton.router.routes import Route, Routes
 from baton.wire import EngineInfo, GenerateRequest, LegRole, Role, SamplingParams
@@ -41,7 +42,7 @@ class Pool:
 
     def __init__(self, directory: Path, num_prefill: int = 2, num_decode: int = 2) -> None:
         self.engines: list[PooledEngine] = []
-        self.pairs = Pairs()
+        self.pairs = Pairs(30.0)
         roles: list[Role] = ["prefill"] * num_prefill + ["decode"] * num_decode
         for number, role in enumerate(roles):
             info: EngineInfo = FakeEngine(directory, role=role).info

@@ -7,7 +7,7 @@ import os
 import signal
 from dataclasses import dataclass
 
-from baton.router.concurrency import ConcurrencyLimit
+from baton.router.admission.concurrency import ConcurrencyLimit
 from baton.router.workers.loads import MAX_ENGINES, NO_LOAD, LoadTable, OtherLoad, WorkerLoads
 
 

@@ -72,11 +72,9 @@ def fault_counts(backend: RouterBackend) -> dict[str, int]:
 
 
 def refused_pairs(pool: EnginePool) -> list[str]:
-    urls = {engine.info.incarnation: engine.url for engine in pool.engines if engine.info is not None}
     return [
-        f"engines {urls[p]} and {urls[d]} hand over nothing, so others compute prompts: {why}"
-        for (p, d), why in pool.pairs.refused().items()
-        if p in urls and d in urls
+        f"engines {p.url} and {d.url} hand over nothing, so others compute prompts: {why}"
+        for p, d, why in pool.pairs.refused(pool.engines)
     ]
 
 

@@ -33,7 +33,7 @@ class WorkerProcesses:
     """Processes that run `serve`. One that ends by itself is restarted, after `on_end(number)`. One that is silent is
     killed: the kernel still gives it connections.
 
-    They are forks: create no thread or event loop before. All end if one cannot start, unless others serve.
+    They are forks: create no thread or event loop before.
     """
 
     def __init__(

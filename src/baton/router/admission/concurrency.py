@@ -42,9 +42,7 @@ class ConcurrencyLimit:
         tenants: Mapping[str, Tenant] = _NO_TENANTS,
         loads: WorkerLoads | None = None,
     ) -> None:
-        """`loads`: of the router's other processes. Two processes that see the last free slot at the same time both
-        take it. Tenants' shares are per process.
-        """
+        """`loads`: of the router's other processes."""
         self.tenants, self._loads = tenants, loads
         self._look_again_s = _LOOK_AGAIN_S if loads is None else _LOOK_BESIDE_S
         self._capacity = capacity
