@@ -14,6 +14,7 @@ from baton.handoff.protocol.messages import Cancelled, Commit, Confirm, ControlM
 from baton.handoff.session.accepted import AcceptedConnections
 from baton.handoff.session.addresses import ControlEndpoint
 from baton.handoff.session.base import Connection
+from baton.handoff.session.dialled import DialMonitors
 from baton.handoff.session.sockets import Channel
 from simulation.modelled.sockets import Parts, SimContext, SimPoller, SimSocket
 
@@ -136,6 +137,12 @@ class Network:
 _RENEW = b"RENEW"  # the tag of its frames
 
 
+class _NoMonitors(DialMonitors):
+    """A modelled address that takes no connection is silent, as behind a firewall."""
+
+    def add(self, sock: Any, connection: Connection) -> None: ...
+
+
 class SimChannel(Channel):
     """The real channel, with its sessions, seals and sequence numbers, over modelled sockets.
 
@@ -158,6 +165,7 @@ class SimChannel(Channel):
         self._router: SimSocket = network.socket(self)
         poller.register(self._router)
         self._accepted, self._dialled = AcceptedConnections(), {}
+        self._monitors = _NoMonitors(context, poller)
         self._unaccepted: dict[SimSocket, list[Parts]] = {}
 
     def _endpoint(self, address: str) -> ControlEndpoint:

@@ -462,4 +462,5 @@ def test_who_the_engine_is() -> None:
         "data_parallel_rank": None,
         "sampling_defaults": {},
         "kv_transport": "",
+        "protocol": 0,
     }

@@ -202,6 +202,7 @@ class Channel:
             except zmq.ZMQError:
                 return
             self.frames += 1
+            self._monitors.remove(ready)
             try:
                 received = self._accept(parts) if accepted else self._answered(ready, parts)
             except ProtocolError as error:
@@ -260,7 +261,6 @@ class Channel:
             return []
         if not 1 <= len(parts) <= 2:
             raise ProtocolError(f"{len(parts)} frame parts where 1 or 2 are due")
-        self._monitors.remove(sock)
         frame, *mark = parts
         session, sequence, message = decode_frame(frame)
         if session != connection.session:
