@@ -23,6 +23,7 @@ from baton.router.connectors.base import ConnectorConfig
 from baton.router.connectors.baton import EngineConnector
 from baton.router.hand_back import HandBacks
 from baton.router.index.held import PROMISED_S
+from baton.router.pairs import Pairs
 from baton.router.policies import PolicyConfig, create_policies
 from baton.router.pooled_engine import PooledEngine
 from baton.router.prefixes import KnownPrefixes, PromptBlocks
@@ -248,9 +249,9 @@ class Cluster:
             guess = KnownPrefixes(_PAGE, machine.kv_tokens, lambda: self.events.now)
             engine.known = KnownByEvents(model.cache, lambda: self.events.now) if has_events else guess
             self.models[engine] = model
-        pool: Any = self
+        self.pairs = Pairs(pause_s=30.0)
         self.backs = ModelledHandBacks(EngineConnector(ConnectorConfig()), config)
-        self.routes = Routes(pool, policies, _LOCAL, self.backs)
+        self.routes = Routes(self, policies, _LOCAL, self.backs)
 
     def usable(self, healthy: bool) -> list[PooledEngine]:
         return list(self.models) if healthy else []

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import msgspec
 from msgspec.structs import replace
 
 from baton.errors import OverloadedError
 from baton.router.hand_back import HandBack, HandBacks
+from baton.router.pairs import Pairs
 from baton.router.policies import EngineNeeds, Policies, PolicyConfig
 from baton.router.policies.base import cost
-from baton.router.pool import EnginePool
 from baton.router.pooled_engine import Charge, PooledEngine
 from baton.router.prefixes import PromptBlocks, prompt_of
 from baton.wire import GenerateRequest, LegRole, Role
@@ -83,17 +83,26 @@ class Decisions:
         return f"{text}: {local}" if local else text
 
 
+class Choosable(Protocol):
+    """The engines to choose from: `EnginePool`, or modelled ones (`benchmarks.serving.goodput`)."""
+
+    pairs: Pairs
+
+    def usable(self, healthy: bool) -> list[PooledEngine]:
+        """The healthy ones, or else the suspected ones."""
+
+
 class Routes:
     """`max_local_prefill_length`: see `RouterConfig`. `hand_backs` None: prefill engines compute what they lack."""
 
     def __init__(
         self,
-        pool: EnginePool,
+        engines: Choosable,
         policies: Policies,
         max_local_prefill_length: int = 0,
         hand_backs: HandBacks | None = None,
     ) -> None:
-        self._pool, self._policies = pool, policies
+        self._all, self._policies = engines, policies
         self._max_local = max_local_prefill_length
         self._hand_backs = hand_backs
         hands_back = hand_backs is not None and hand_backs.enabled
@@ -119,7 +128,7 @@ class Routes:
         """
         prompt = prompt_of(request)
         for healthy in (True, False):
-            usable = self._pool.usable(healthy)
+            usable = self._all.usable(healthy)
             mine: dict[Role, list[PooledEngine]] = {"prefill": [], "decode": [], "both": []}
             for engine in usable:
                 if engine.may_serve(request) and engine not in refused:
@@ -142,7 +151,7 @@ class Routes:
         if request.sampling_params.prompt_logprobs is not None and (engines_of_role := prefill or both or decode):
             # One engine must compute the whole prompt.
             return Route("scored", take(needs, engines.free(engines_of_role)))
-        why_not = self._pool.pairs.why_not
+        why_not = self._all.pairs.why_not
         fitting = [d for d in decode if not all(why_not(p, d) for p in prefill)]
         if prefill and fitting:
             free = engines.free(fitting)

@@ -33,7 +33,7 @@ class VllmRequest(Protocol):
 
 
 def beside_tokens(request: VllmRequest) -> str | None:
-    """Other than adapters."""
+    """What a request consists of besides tokens and an adapter, which no handoff carries. None: nothing."""
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return "embeddings"
     return "images or other media" if request.mm_features else None

@@ -119,7 +119,7 @@ class EarlyBlocks:
         self._held[request_id] = self._need(num_tokens)
 
     def ended(self, request_id: str) -> None:
-        """Or admitted."""
+        """Its blocks no longer count: the request has ended, or vLLM has admitted it."""
         self._held.pop(request_id, None)
 
 

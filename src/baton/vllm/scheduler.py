@@ -330,7 +330,7 @@ class SchedulerSide:
         return False, None if num_found is None else {BATON_PARAM: msgspec.to_builtins(VllmPrefix(num_found))}
 
     def is_parked(self) -> bool:
-        """Each request waits for KV."""
+        """Whether each request waits for KV."""
         return all((leg := self._decodes.get(each)) is not None and leg.receiving for each in self._requests)
 
     def take_step(self) -> StepNews:

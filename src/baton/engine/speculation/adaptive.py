@@ -252,7 +252,7 @@ def limit_drafts(chooser: DraftCounts, draft_rows: Sequence[DraftRows]) -> list[
 def kept_drafts(
     chooser: AdaptiveDrafts | None, draft_rows: Sequence[DraftRows], result: DraftResult
 ) -> list[list[int]]:
-    """The drafts to verify."""
+    """The drafts to verify, of those that the drafter made: by request, in the order of `draft_rows`."""
     if chooser is None or result.margins is None:
         return result.drafts
     counts = chooser.keep([rows.request for rows in draft_rows], result.drafts, result.margins)

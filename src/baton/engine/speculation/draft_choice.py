@@ -31,7 +31,7 @@ class RoundCosts:
     verified: FloatArray
 
     def verification(self, num_drafts: FloatArray) -> FloatArray:
-        """Of mean numbers of drafts."""
+        """Seconds of one verification, by the mean number of drafts."""
         return np.interp(num_drafts, np.arange(len(self.verified)), self.verified)
 
 

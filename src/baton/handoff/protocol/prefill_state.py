@@ -27,7 +27,7 @@ class PrefillState(AttemptMachine[Phase]):
 
     @property
     def closing(self) -> bool:
-        """Failed, and not proven quiet."""
+        """Whether the attempt has failed, but its pages are not proven quiet yet."""
         return self.phase is Phase.STOPPING or self.phase in AWAITING
 
     @property
@@ -45,7 +45,7 @@ class PrefillState(AttemptMachine[Phase]):
 
     @property
     def admitted(self) -> bool:
-        """Or ended."""
+        """Whether the engine has admitted the request, or has ended it."""
         return self.engine not in (EnginePhase.ABSENT, EnginePhase.OPENED)
 
     @property

@@ -59,7 +59,7 @@ class LoadTable:
         self.binding = SharedBinding()
 
     def clear(self, worker: int) -> None:
-        """The process has ended."""
+        """Clear the row of a process that has ended."""
         first = worker * _ROW_CELLS
         self.cells[first : first + _ROW_CELLS] = memoryview(bytes(_ROW_CELLS * _CELL_BYTES)).cast("q")
 
