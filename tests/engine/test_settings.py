@@ -153,6 +153,7 @@ INFO: dict[str, Row] = {
     "adapters": "a request names one",
     "moves_prefixes": "it says whether cached KV may be asked of it",
     "kv_transport": TRANSFER["kv_transport"],
+    "protocol": "engines of two versions are not paired",
     "prefill_multiple": "it says at which tokens a handoff may end",
     # Of vLLM servers.
     "truncate_prefill": "it says which prompt the router gives a prefill leg",

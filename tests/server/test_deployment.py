@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import json
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -224,26 +226,39 @@ def test_version() -> None:
     assert (shown.returncode, shown.stdout) == (0, f"{baton.__version__}\n")
 
 
+@contextlib.contextmanager
+def killed_at_the_end(process: subprocess.Popen[str]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait(LIMIT_S)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_up_ends_every_process(directory: str, number: signal.Signals) -> None:
-    up = subprocess.Popen([*FAKE, "up", directory, "--port", "0"], stderr=subprocess.PIPE, text=True)
+    inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under `nohup`, children ignore it
+    try:
+        up = subprocess.Popen([*FAKE, "up", directory, "--port", "0"], stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGHUP, inherited)
     assert up.stderr is not None
-    lines: list[str] = []
-    for line in up.stderr:
-        lines.append(line)
-        if " INFO baton: ready: " in line:
-            break
-    text = "".join(lines)
-    assert "prefill-0: ready at http://127.0.0.1:" in text
-    url = lines[-1].split()[4]
-    assert ask(f"{url}/completions", {"prompt": "a", "max_tokens": 3})["choices"][0]["text"] == TEXT[:3]
-    children = [int(p) for p in Path(f"/proc/{up.pid}/task/{up.pid}/children").read_text().split()]
-    assert len(children) == 2
-    up.send_signal(number)
-    if number == signal.SIGTERM:
-        up.send_signal(number)  # the second signal, which `timeout` sends to the group
-    up.wait(LIMIT_S)
-    up.stderr.close()
+    with up.stderr, killed_at_the_end(up):
+        lines: list[str] = []
+        for line in up.stderr:
+            lines.append(line)
+            if " INFO baton: ready: " in line:
+                break
+        text = "".join(lines)
+        assert "prefill-0: ready at http://127.0.0.1:" in text
+        url = lines[-1].split()[4]
+        assert ask(f"{url}/completions", {"prompt": "a", "max_tokens": 3})["choices"][0]["text"] == TEXT[:3]
+        children = [int(p) for p in Path(f"/proc/{up.pid}/task/{up.pid}/children").read_text().split()]
+        assert len(children) == 2
+        up.send_signal(number)
+        if number == signal.SIGTERM:
+            up.send_signal(number)  # the second signal, which `timeout` sends to the group
+        up.wait(LIMIT_S)
     wait_gone(*children)
     if number != signal.SIGKILL:
         assert up.returncode == 0
