@@ -138,7 +138,7 @@ _RENEW = b"RENEW"  # the tag of its frames
 
 
 class _NoMonitors(DialMonitors):
-    """A modelled address that takes no connection is silent, as behind a firewall."""
+    """The modelled network refuses no connection: an address where nobody listens is silent."""
 
     def add(self, sock: Any, connection: Connection) -> None: ...
 

@@ -210,6 +210,10 @@ class EngineIdentity(msgspec.Struct, frozen=True):
     protocol: WholeNumber = 0
 
 
+def differ_in_protocol(one: EngineIdentity, other: EngineIdentity) -> bool:
+    return 0 not in (one.protocol, other.protocol) and one.protocol != other.protocol
+
+
 class EngineInfo(EngineIdentity, frozen=True, kw_only=True):
     """`GET /inference/v1/info`: what a router needs to sign tickets and check requests.
 

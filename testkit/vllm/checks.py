@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import aiohttp
 
 from testkit.vllm.answers import Answer
-from testkit.vllm.servers import Mode, Pair, Server, ask, compare, reference, request, wait_idle
+from testkit.vllm.servers import Mode, Pair, Server, ask, ask_once, compare, reference, request, wait_idle
 
 
 async def alone(server: Server, prompts: Sequence[Sequence[int]], num: int = 20) -> list[Answer]:
@@ -67,13 +67,8 @@ def leave_at_random(
                 await asyncio.gather(*(one(session, start + index) for index in range(at_once)))
 
     servers = [server for pair in pairs for server in (pair.prefill, pair.decode)]
-
-    async def step_once() -> None:
-        async with aiohttp.ClientSession() as session:
-            for server in servers:
-                await ask(session, server, request([5], 1))
-
     asyncio.run(run())
     wait_idle(*servers)
     # vLLM reports a connector's counts after a step: without one, a later test would count these legs.
-    asyncio.run(step_once())
+    for server in servers:
+        asyncio.run(ask_once(server, request([5], 1)))

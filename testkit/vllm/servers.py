@@ -56,7 +56,7 @@ class Server(VllmServer):
     def of_rank(self, rank: int) -> Server:
         """One of its data-parallel ranks, which is an engine of its own."""
         one = dataclasses.replace(self, rank=rank)
-        one.identity = asyncio.run(_once(one, request([5], 1, IDENTIFY)))["kv_transfer_params"]["baton"]
+        one.identity = asyncio.run(ask_once(one, request([5], 1, IDENTIFY)))["kv_transfer_params"]["baton"]
         return one
 
     def metrics(self, pattern: str) -> dict[str, float]:
@@ -142,7 +142,7 @@ def serve(
     with start_servers(sys.executable, str(model), folder, started) as found:
         servers = [Server(each.name, each.url, each.process, each.log, key) for each in found]
         for server in servers:
-            answer = asyncio.run(_once(server, request([5], 1, IDENTIFY)))
+            answer = asyncio.run(ask_once(server, request([5], 1, IDENTIFY)))
             server.identity = answer["kv_transfer_params"]["baton"]
         yield servers
 
@@ -179,7 +179,7 @@ async def ask(session: aiohttp.ClientSession, server: Server, body: dict[str, An
         return answer
 
 
-async def _once(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+async def ask_once(server: Server, body: dict[str, Any]) -> dict[str, Any]:
     async with aiohttp.ClientSession() as session:
         return await ask(session, server, body)
 

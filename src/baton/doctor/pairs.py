@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from baton.comparison import differing_facts, rounding_difference
 from baton.doctor.checkup import Finding, Server
+from baton.wire import differ_in_protocol
 
 # The cure of a difference, by the beginning of its name. The first match counts.
 _CURES: tuple[tuple[str, str], ...] = (
@@ -82,9 +83,8 @@ def _differences(reference: Server, server: Server) -> Iterator[Finding]:
     differing: dict[str, tuple[object, object]] = {}
     if reference.identity is not None and server.identity is not None:
         differing |= differing_facts(reference.facts(), server.facts())[0]
-        versions = reference.identity.protocol, server.identity.protocol
-        if all(versions) and versions[0] != versions[1]:
-            differing["protocol"] = versions
+        if differ_in_protocol(reference.identity, server.identity):
+            differing["protocol"] = reference.identity.protocol, server.identity.protocol
     both = sorted(reference.settings.keys() & server.settings.keys())
     differing |= {
         name: (reference.settings[name], server.settings[name])

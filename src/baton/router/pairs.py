@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 from baton.router.pooled_engine import PooledEngine
 from baton.sampling_params import SamplingParams
-from baton.wire import GenerateRequest
+from baton.wire import GenerateRequest, Role, differ_in_protocol
 
 logger = logging.getLogger(__name__)
 
@@ -52,22 +52,23 @@ class Pairs:
         p, d = prefill.info, decode.info
         if p is None or d is None:
             return None
-        if p.protocol != d.protocol and p.protocol and d.protocol:
+        if differ_in_protocol(p, d):
             return f"incompatible_peer: the handoff protocol has version {p.protocol} at P, {d.protocol} at D"
         found = self._refused.get((p.incarnation, d.incarnation)) if self._refused else None
         return None if found is None else found.error
 
     def refused(self, engines: Sequence[PooledEngine]) -> list[tuple[PooledEngine, PooledEngine, str]]:
-        if not self._refused and len({engine.info.protocol for engine in engines if engine.info is not None}) < 2:
-            return []
-        of_role = {role: [engine for engine in engines if engine.role == role] for role in ("prefill", "decode")}
-        pairs = product(of_role["prefill"], of_role["decode"])
-        return [(p, d, why) for p, d in pairs if (why := self.why_not(p, d)) is not None]
+        running = _running(engines)
+        ends: Iterable[tuple[str, str]] = self._refused
+        if len({engine.info.protocol for engine in engines if engine.info is not None}) > 1:
+            prefills, decodes = ([name for its, name in running if its == role] for role in ("prefill", "decode"))
+            ends = product(prefills, decodes)
+        pairs = [(running.get(("prefill", p)), running.get(("decode", d))) for p, d in ends]
+        return [(p, d, why) for p, d in pairs if p and d and (why := self.why_not(p, d)) is not None]
 
     def due(self, engines: Sequence[PooledEngine]) -> list[tuple[PooledEngine, PooledEngine]]:
         """Pairs to try now; each once a pause."""
-        now, due = self._clock(), []
-        running = {(engine.role, engine.info.incarnation): engine for engine in engines if engine.info is not None}
+        now, due, running = self._clock(), [], _running(engines)
         for ends, refusal in list(self._refused.items()):
             p, d = running.get(("prefill", ends[0])), running.get(("decode", ends[1]))
             if p is None or d is None:
@@ -76,6 +77,11 @@ class Pairs:
                 refusal.trial_at = now + self._pause_s
                 due.append((p, d))
         return due
+
+
+def _running(engines: Sequence[PooledEngine]) -> dict[tuple[Role, str], PooledEngine]:
+    """By role and incarnation."""
+    return {(engine.role, engine.info.incarnation): engine for engine in engines if engine.info is not None}
 
 
 def trial_request(name: str) -> GenerateRequest:

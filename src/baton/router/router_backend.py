@@ -137,7 +137,7 @@ class RouterBackend:
                         return
                     except TokenMismatch as mismatch:
                         if not await self.recovery.after_mismatch(progress, route, frameless(mismatch)):
-                            self.failures["token_mismatch"] += 1
+                            self.failures[mismatch.reason] += 1
                     except LegFailed as failed:
                         await self.recovery.after_failure(progress, route, rest, frameless(failed), num_known)
                     except ProtocolError as error:

@@ -27,7 +27,7 @@ from baton.handoff.protocol.messages import (
     Repair,
 )
 from baton.handoff.protocol.ticket import Ticket
-from baton.handoff.session.base import Connection, NoSession
+from baton.handoff.session.base import Connection, NoSession, unanswered
 from baton.handoff.session.session import Session
 from baton.log_limit import LogLimit
 
@@ -287,9 +287,9 @@ class Routing:
 
     def _unanswered(self, session: Session, now: float) -> None:
         address = session.connection.address
-        text = f"no answer from {address}: nobody is there, or it has another ticket key, or not these keys"
+        found = unanswered(address)
         for attempt in self._decodes_at(address):
-            self._runner.fail(attempt, "unreachable_peer", text)
+            self._runner.fail(attempt, found.reason, found.text)
         # Pages here or at P may wait for the outcome: keep dialling.
         if self._sessions.may_return(session) or self._decodes_at(address):
             session.last_heard = now

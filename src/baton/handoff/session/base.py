@@ -33,6 +33,11 @@ class NoSession:
     text: str
 
 
+def unanswered(address: str) -> NoSession:
+    text = f"no answer from {address}: nobody is there, or it has another ticket key, or not these keys"
+    return NoSession("unreachable_peer", text)
+
+
 class ControlChannel(Protocol):
     @property
     def address(self) -> str: ...

@@ -114,10 +114,14 @@ def _take(lock: Path, held: contextlib.ExitStack) -> bool:
 
 def _is_stuck(lock: Path, waited_s: float) -> bool:
     if waited_s > _TOLD_AFTER_S:
-        _tell_once(f"waiting up to {_MOST_WAIT_S:.0f} s for a kernel that another process compiles ({lock})")
+        _log_once(
+            logging.INFO, f"waiting up to {_MOST_WAIT_S:.0f} s for a kernel that another process compiles ({lock})"
+        )
     if waited_s > _MOST_WAIT_S:
         _stuck.add(lock)
-        _warn_once(f"another process, perhaps a stopped one, does not release {lock}: compiling without it")
+        _log_once(
+            logging.WARNING, f"another process, perhaps a stopped one, does not release {lock}: compiling without it"
+        )
     return bool(_stuck)
 
 
@@ -127,7 +131,7 @@ def _load(cache: Any, load: Callable[..., Any], *args: Any) -> Any:
     try:
         return load(*args)
     except Exception as error:  # a damaged pickle
-        _warn_once(f"compiled code cannot be read: {error!r}")
+        _log_once(logging.WARNING, f"compiled code cannot be read: {error!r}")
         with contextlib.suppress(OSError):
             cache.flush()
         return None
@@ -139,17 +143,12 @@ def _save(cache: Any, save: Callable[..., None], *args: Any) -> None:
     try:
         save(*args)
     except OSError as error:
-        _warn_once(f"compiled code is not kept for the next start: {error}")
+        _log_once(logging.WARNING, f"compiled code is not kept for the next start: {error}")
 
 
 @functools.cache
-def _warn_once(text: str) -> None:
-    log.warning("%s", text)
-
-
-@functools.cache
-def _tell_once(text: str) -> None:
-    log.info("%s", text)
+def _log_once(level: int, text: str) -> None:
+    log.log(level, "%s", text)
 
 
 @functools.cache
