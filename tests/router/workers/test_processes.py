@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -65,6 +66,30 @@ def test_one_that_served_is_replaced_however_young(
     ended: list[int] = []
     WorkerProcesses(num, serve, ended.append, silent_s=2.0 if number == signal.SIGSTOP else 60.0).run(lambda: None)
     assert sorted(ended) == [0, *range(num)]
+
+
+@pytest.mark.timeout(30)
+def test_a_signal_that_another_thread_takes_reaches_a_process_not_yet_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fork, done = os.fork, threading.Event()
+
+    def fork_and_end() -> int:
+        if pid := fork():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+        return pid
+
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    monkeypatch.setattr(worker_processes.os, "fork", fork_and_end)
+    ended: list[int] = []
+    try:
+        WorkerProcesses(2, serve_until_sigterm, ended.append).run(lambda: None)
+    finally:
+        done.set()
+        thread.join()
+    assert ended == [0]
 
 
 def test_no_connection_waits_for_processes_that_end(tmp_path: Path) -> None:

@@ -131,6 +131,8 @@ class WorkerProcesses:
             if not pid:
                 self._run_worker(number, alive_fd)
             self._running[pid] = number, time.monotonic()
+            if self._ending:  # since the fork: another thread, whose mask is its own, took the signal
+                os.kill(pid, signal.SIGTERM)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
 
     def _run_worker(self, number: int, alive_fd: int) -> NoReturn:
