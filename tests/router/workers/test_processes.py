@@ -69,24 +69,22 @@ def test_one_that_served_is_replaced_however_young(
 
 
 @pytest.mark.timeout(30)
-def test_a_signal_that_another_thread_takes_reaches_a_process_not_yet_recorded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    fork, done = os.fork, threading.Event()
+def test_a_signal_that_another_thread_takes_reaches_a_process_not_yet_recorded() -> None:
+    done, armed = threading.Event(), [True]
 
-    def fork_and_end() -> int:
-        if pid := fork():
+    def end() -> None:
+        if armed:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.1)
-        return pid
 
     thread = threading.Thread(target=done.wait)
     thread.start()
-    monkeypatch.setattr(worker_processes.os, "fork", fork_and_end)
+    os.register_at_fork(after_in_parent=end)
     ended: list[int] = []
     try:
         WorkerProcesses(2, serve_until_sigterm, ended.append).run(lambda: None)
     finally:
+        armed.clear()
         done.set()
         thread.join()
     assert ended == [0]

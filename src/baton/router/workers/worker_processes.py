@@ -131,7 +131,7 @@ class WorkerProcesses:
             if not pid:
                 self._run_worker(number, alive_fd)
             self._running[pid] = number, time.monotonic()
-            if self._ending:  # since the fork: another thread, whose mask is its own, took the signal
+            if self._ending:  # another thread took the signal
                 os.kill(pid, signal.SIGTERM)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
 
