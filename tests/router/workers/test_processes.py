@@ -35,6 +35,16 @@ def test_all_serve_and_end_with_sigterm() -> None:
     assert sorted(ended) == [0, 1, 2]
 
 
+def test_the_end_of_a_child_that_is_no_process_of_the_router_is_no_matter() -> None:
+    """The first process of a container becomes the parent of all that lose theirs."""
+    if (pid := os.fork()) == 0:
+        os._exit(1)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    ended: list[int] = []
+    WorkerProcesses(2, serve_until_sigterm, ended.append).run(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert sorted(ended) == [0, 1]
+
+
 @pytest.mark.parametrize("number", [0, signal.SIGKILL, signal.SIGSTOP], ids=["ends", "killed", "stopped"])
 @pytest.mark.parametrize("num", [1, 2])
 def test_one_that_served_is_replaced_however_young(

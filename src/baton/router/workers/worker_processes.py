@@ -70,7 +70,7 @@ class WorkerProcesses:
                     self._has_served = True
                     on_ready()
                 pid, status = os.waitpid(-1, os.WNOHANG)
-                if pid:
+                if pid in self._running:  # PID 1 reaps orphans too
                     self._listen(heard_pipe, 0.0)
                     self._ended(pid, status, alive_fd)
                 self._kill_silent()
@@ -124,7 +124,7 @@ class WorkerProcesses:
     def _start(self, number: int, alive_fd: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
-        # Otherwise a signal could arrive when a child is not recorded yet, or still has the parent's handler.
+        # No signal may arrive before a child is recorded and has its handlers.
         signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
         if not self._ending:
             pid = os.fork()
