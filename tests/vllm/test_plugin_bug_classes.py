@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+from baton.errors import ProtocolError
 from baton.handoff.agent.leg_events import DecodePages
 from baton.handoff.plan.planner import plan_copies
 from baton.handoff.protocol import events as ev
@@ -285,18 +286,18 @@ def trim_blocks_for_drafts_from_the_front(patch: Patch) -> None:
     finalise = WorkerSide.finalise
 
     def cut(self: WorkerSide, computed: Any) -> None:
-        pages = self._pages
+        whole = CacheLayout.kernel_tables
 
-        def trimmed(tables: Any) -> dict[str, list[int]]:
-            found = pages(tables)
-            for group in self._layout.groups:
+        def trimmed(layout: CacheLayout, tables: Any) -> dict[str, list[int]]:
+            found = whole(layout, tables)
+            for group in layout.groups:
                 count = -(-max(leg.num_tokens for leg in self._prefills.values()) // KERNEL_TOKENS)
                 if group.kind != "state" and len(found[group.name]) > count:
                     found[group.name] = found[group.name][-count:]
             return found
 
         with patch.context() as inner:
-            inner.setattr(self, "_pages", trimmed, raising=False)
+            inner.setattr(CacheLayout, "kernel_tables", trimmed)
             finalise(self, computed)
 
     patch.setattr(WorkerSide, "finalise", cut)
@@ -305,8 +306,8 @@ def trim_blocks_for_drafts_from_the_front(patch: Patch) -> None:
 def want_a_hit_at_the_wrong_end(patch: Patch) -> None:
     wanted = LayerGroup.wanted
 
-    def front(self: LayerGroup, num_tokens: int, hit: int) -> Interval:
-        found = wanted(self, num_tokens, hit)
+    def front(self: LayerGroup, num_tokens: int, hit: int, whole: bool = False) -> Interval:
+        found = wanted(self, num_tokens, hit, whole)
         return Interval(found.start - hit, found.stop - hit) if self.kind == "full" else found
 
     patch.setattr(LayerGroup, "wanted", front)
@@ -363,8 +364,8 @@ def let_the_window_go_on(patch: Patch) -> None:
 def _without(patch: Patch, kind: str) -> None:
     wanted = LayerGroup.wanted
 
-    def nothing(self: LayerGroup, num_tokens: int, hit: int) -> Interval:
-        return Interval(0, 0) if self.kind == kind else wanted(self, num_tokens, hit)
+    def nothing(self: LayerGroup, num_tokens: int, hit: int, whole: bool = False) -> Interval:
+        return Interval(0, 0) if self.kind == kind else wanted(self, num_tokens, hit, whole)
 
     patch.setattr(LayerGroup, "wanted", nothing)
 
@@ -380,23 +381,32 @@ def skip_windows(patch: Patch) -> None:
 def skip_the_drafter(patch: Patch) -> None:
     wanted = LayerGroup.wanted
 
-    def nothing(self: LayerGroup, num_tokens: int, hit: int) -> Interval:
-        return Interval(0, 0) if self.owner == "draft" else wanted(self, num_tokens, hit)
+    def nothing(self: LayerGroup, num_tokens: int, hit: int, whole: bool = False) -> Interval:
+        return Interval(0, 0) if self.owner == "draft" else wanted(self, num_tokens, hit, whole)
 
     patch.setattr(LayerGroup, "wanted", nothing)
 
 
-MUTANTS: dict[str, list[Callable[[Patch], None]]] = {
-    "A": [declare_before_the_forward_passes, lose_the_end_of_sending, skip_the_drafter],
-    "B": [
-        trim_blocks_for_drafts_from_the_front,
-        want_a_hit_at_the_wrong_end,
-        forget_the_blocks_of_earlier_chunks,
-        take_blocks_of_vllm_for_those_of_its_kernel,
-    ],
-    "C": [take_a_prompt_with_another_end, hand_over_a_placeholder],
-    "D": [take_layers_for_equally_distant],
-    "E": [let_the_window_go_on, skip_states, skip_windows],
+# What shows that each is missing.
+MUTANTS: dict[str, dict[Callable[[Patch], None], str]] = {
+    "A": {
+        declare_before_the_forward_passes: "layer 0, token 0",
+        lose_the_end_of_sending: "block 2 is held for ever",
+        skip_the_drafter: f"layer {DRAFTER}, token 0",
+    },
+    "B": {
+        trim_blocks_for_drafts_from_the_front: "layer 0, token 0",
+        want_a_hit_at_the_wrong_end: "layer 0, token 8",
+        forget_the_blocks_of_earlier_chunks: "layer 0, token 5",
+        take_blocks_of_vllm_for_those_of_its_kernel: "the source block table ends before the interval does",
+    },
+    "C": {take_a_prompt_with_another_end: f"layer {DRAFTER}, token 11", hand_over_a_placeholder: "D took nothing"},
+    "D": {take_layers_for_equally_distant: "layer 2, token 0"},
+    "E": {
+        let_the_window_go_on: "layer 3, token 7",
+        skip_states: "layer 3, token 0",
+        skip_windows: "layer 3, token 7",
+    },
 }
 
 
@@ -406,16 +416,17 @@ def test_every_case_is_right_as_it_is(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "mutant", [pytest.param(mutant, id=f"{name}-{mutant.__name__}") for name, ms in MUTANTS.items() for mutant in ms]
+    ("mutant", "shows"),
+    [pytest.param(*both, id=f"{name}-{both[0].__name__}") for name, ms in MUTANTS.items() for both in ms.items()],
 )
-def test_a_cure_that_is_taken_out_is_missed(mutant: Callable[[Patch], None], monkeypatch: Patch) -> None:
+def test_a_cure_that_is_taken_out_is_missed(mutant: Callable[[Patch], None], shows: str, monkeypatch: Patch) -> None:
     mutant(monkeypatch)
 
-    def broken(case: Case) -> bool:
-        try:
-            return bool(faults(case))
-        except Exception:
-            # An invalid plan was refused by name.
-            return True
+    def found() -> Iterator[str]:
+        for case in CASES:
+            try:
+                yield from faults(case)
+            except ProtocolError as error:  # an invalid plan is refused by name
+                yield str(error)
 
-    assert any(broken(case) for case in CASES)
+    assert any(text.endswith(shows) for text in found())

@@ -97,11 +97,16 @@ def test_each_rank_gets_its_heads_of_a_delta_nets_state(sources: int, dests: int
 
 
 @pytest.mark.parametrize("channels_first", [True, False])
-@pytest.mark.parametrize(("sources", "dests"), [(1, 2), (2, 1)])
-def test_a_delta_nets_state_that_is_cut_as_mambas_is_found(sources: int, dests: int, channels_first: bool) -> None:
+@pytest.mark.parametrize(
+    ("sources", "dests", "why"),
+    [(1, 2, "other bytes"), (2, 1, "nobody holds layer 0 head 6 of plane 'conv.B'")],
+)
+def test_a_delta_nets_state_that_is_cut_as_mambas_is_found(
+    sources: int, dests: int, why: str, channels_first: bool
+) -> None:
     have = [CutAsMamba(rank, sources, channels_first) for rank in range(sources)]
     want, right = ([CutAsMamba(rank, dests, channels_first) for rank in range(dests)] for _ in range(2))
-    with pytest.raises((AssertionError, ProtocolError)):
+    with pytest.raises((AssertionError, ProtocolError), match=why):
         check_move(have, want, right, random_states(2, (KEYS, KEYS, INNER)))
 
 
@@ -120,7 +125,8 @@ def check_move(have: Sequence[Rank], want: Sequence[Rank], right: Sequence[Rank]
             moved += copies.total
             for start, end, count in zip(copies.source_offset, copies.dest_offset, copies.nbytes, strict=True):
                 into.regions[0][end : end + count] = layouts[sender].regions[0][start : start + count]
-    assert all(torch.equal(found.memory, expected.memory) for found, expected in zip(want, right, strict=True))
+    same = [torch.equal(found.memory, expected.memory) for found, expected in zip(want, right, strict=True)]
+    assert all(same), "other bytes"
     assert moved == sum(rank.state_bytes for rank in want) * len(LAYERS)  # each byte once, and no padding
 
 
