@@ -30,6 +30,7 @@ def fork_on_order(prepare: Callable[[], None], serve: Serve) -> None:
     """Until the socket that is standard input ends. `prepare` imports what servers share. `serve` is a server, with its
     arguments; it gets SIGTERM when this process dies.
     """
+    die_with_parent(pipe=0)
     channel = socket.socket(fileno=os.dup(0))
     prepare()
     gc.collect()

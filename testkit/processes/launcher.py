@@ -14,8 +14,6 @@ from typing import IO, Any, Protocol
 
 import msgspec
 
-from baton.parent import die_with_parent
-
 # Of a server whose launcher has ended, and with it what it knew.
 UNKNOWN_STATUS = 1
 _MOST_DESCRIPTORS = 16
@@ -139,7 +137,7 @@ class Launcher(Starter):
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         here, there = socket.socketpair()
         with there:
-            self._process = subprocess.Popen(command, stdin=there.fileno(), env=environment, preexec_fn=die_with_parent)
+            self._process = subprocess.Popen(command, stdin=there.fileno(), env=environment)
         super().__init__(here)
 
     def close(self) -> None:
