@@ -59,6 +59,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
 
 
+def pytest_configure() -> None:
+    """Hypothesis measures time: a wait for a core is no slow test."""
+    with contextlib.suppress(ImportError):
+        from hypothesis import HealthCheck, settings
+
+        settings.register_profile("shared cores", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("shared cores")
+
+
 def pytest_sessionstart() -> None:
     """Modules and tests are made without collections: they stay."""
     gc.disable()
@@ -87,8 +96,8 @@ def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], a
 @pytest.fixture(autouse=True)
 def fresh_log_limits() -> None:
     """Lines that an earlier test logged in this second must not suppress this test's."""
-    for name in list(logging.root.manager.loggerDict):
-        for limit in logging.getLogger(name).filters:
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        for limit in getattr(logger, "filters", ()) if name.startswith("baton.") else ():
             if isinstance(limit, LogLimit):
                 limit.__init__(limit.lines)  # type: ignore[misc]
 

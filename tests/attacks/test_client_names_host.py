@@ -228,7 +228,7 @@ async def test_a_ticket_that_the_router_did_not_sign(tmp_path: Path, caplog: pyt
         assert await metric(session, url, f'baton:http_requests_total{{{endpoint},status="403"}}') == 4
         assert await metric(session, url, 'baton:handoff_refused_total{kind="ticket"}') == 4
         assert running.load().num_referenced_pages == running.load().num_handoffs == 0
-        with pytest.raises(asyncio.TimeoutError):
+        with pytest.raises(TimeoutError):
             listener.accept()
     listener.close()
     assert "refused the ticket of a request: ticket signature does not match" in caplog.text

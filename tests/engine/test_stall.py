@@ -18,7 +18,7 @@ from baton.sampling_params import SamplingParams
 from testkit.engines import TARGET, pair, request, stepped
 from testkit.inside import engine_of
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, seed=1, ignore_eos=True)
 
 
@@ -113,7 +113,7 @@ def test_a_decode_engine_waits_for_no_prefill_engine_that_hangs(tmp_path: Path, 
     prompt = list(range(5, 55))
     with stepped() as alone:
         expected = alone.run("r", prompt, PARAMS).result
-    with pair(tmp_path, stall_timeout_s=0.2) as engines:
+    with pair(tmp_path, {"stall_timeout_s": 60.0}, stall_timeout_s=0.2) as engines:
         _, decoded = engines.legs("r", prompt, PARAMS, mode)
         engines.prefill.core.post(lambda: None)  # it is never taken: this engine does not step
         deadline = time.monotonic() + LIMIT_S

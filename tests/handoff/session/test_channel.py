@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import zmq
@@ -358,9 +359,8 @@ def test_messages_unread_at_the_close_are_answered() -> None:
 def test_a_close_lets_go_of_an_address_where_nobody_is() -> None:
     channel = Channel(LOOPBACK, KEYS)
     channel.send(channel.dial("tcp://127.0.0.1:1"), hello("D"))
-    start = time.monotonic()
-    channel.close()
-    assert time.monotonic() - start < channels._LAST_LINGER_MS / 2000
+    with mock.patch.object(channels, "_LAST_LINGER_MS", 3_600_000):  # longer than this test may take
+        channel.close()
 
 
 def test_a_session_that_was_dropped_is_heard_again_after_hello(opened: Callable[..., Channel]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -39,8 +38,7 @@ def failure(d: Node, p: Node, address: str) -> DecodeFailed:
 
 
 def nobody(pair: Pair) -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    return "tcp://127.0.0.1:1"
 
 
 def another_key(pair: Pair) -> str:
