@@ -76,9 +76,10 @@ def main() -> int:
                 most = figures(send(url, probe, float("inf"), 0, AT_ONCE))["request_throughput"]
                 print(f"{name}: {most:.2f} requests/s served of {PROBES}, {AT_ONCE} at a time", flush=True)
             curves[name] = []
-            for part in PARTS:
+            for turn, part in enumerate(PARTS):
                 rate = part * most
-                requests = make_requests(options.model, prompt, output, max(8, round(rate * options.duration)), 2)
+                count = max(8, round(rate * options.duration))
+                requests = make_requests(options.model, prompt, output, count, 2 + turn)  # held by no cache
                 found = {**figures(send(url, requests, rate, 3), goodput), "request_rate": rate}
                 curves[name].append({key: value for key, value in found.items() if not isinstance(value, list)})
                 print(json.dumps({"curve": name, **{key: found[key] for key in KEPT}}), flush=True)
