@@ -58,6 +58,12 @@ def seed_word(seed: int | None) -> int | None:
     return seed + MAX_WORD + 1 if -(2**63) <= seed < 0 else seed
 
 
+def signed_word(seed: int) -> int:
+    """Signed, as in vLLM and SGLang."""
+    word = seed % (MAX_WORD + 1)
+    return word - MAX_WORD - 1 if word > MAX_WORD // 2 else word
+
+
 _RANGES = {
     "n": (1, MAX_SAMPLES),
     "temperature": (0.0, 100.0),

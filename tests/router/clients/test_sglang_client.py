@@ -15,7 +15,7 @@ from baton.router.clients.vllm_api import completion_body
 from baton.router.connectors import create_connector
 from baton.router.connectors.base import ConnectorConfig
 from baton.router.timers import RouterTimers
-from baton.sampling_params import SamplingParams
+from baton.sampling_params import SamplingParams, seed_word
 from baton.wire import GenerateRequest, PromptIds, Role, SglangIdentity
 from testkit.servers.fake_serving import served
 
@@ -86,6 +86,12 @@ def test_limits_count_from_the_clients_prompt() -> None:
     assert body["input_ids"] == [1, 2, 3, 4]
     assert (sampling["max_new_tokens"], sampling["min_new_tokens"]) == (7, 4)
     assert (sampling["sampling_seed"], sampling["logit_bias"], sampling["top_k"]) == (3, {"4": 1.5}, -1)
+
+
+@pytest.mark.parametrize(("given", "sent"), [(-5, -5), (2**40, 2**40), (-(2**63), -(2**63)), (2**63 - 1, 2**63 - 1)])
+def test_a_seed_is_sglangs(given: int, sent: int) -> None:
+    body = generate_body(request(seed=seed_word(given)), 7)
+    assert body["sampling_params"]["sampling_seed"] == sent
 
 
 @pytest.mark.parametrize("name", ["input_ids", "prompt"])

@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+import torch
 
 from baton.comparison import facts_of, token_identity
 from baton.errors import (
@@ -30,7 +31,7 @@ from baton.router.clients.vllm_client import VllmClient
 from baton.router.connectors import create_connector
 from baton.router.connectors.base import Connector, ConnectorConfig
 from baton.router.timers import RouterTimers
-from baton.sampling_params import NO_DEFAULTS, SamplingDefaults, SamplingParams, StructuredOutputsParams
+from baton.sampling_params import NO_DEFAULTS, SamplingDefaults, SamplingParams, StructuredOutputsParams, seed_word
 from baton.wire import GenerateRequest, LegTimings, Role, TokenChunk, TokenLogprobs
 from testkit.servers.fake_vllm import FakeVllm, token_at
 
@@ -331,9 +332,18 @@ def test_noise_is_of_the_position_and_the_sample() -> None:
     """A server draws from the start of its seed's noise: tokens after known ones must not reuse their noise."""
     legs = [body(ask(known=known, seed=2**63 - 1, sample_index=index)) for known in range(3) for index in range(3)]
     seeds = [leg["seed"] for leg in legs]
-    assert len(set(seeds)) == len(seeds)
-    assert all(0 <= seed < 2**63 for seed in seeds)
+    noise = {tuple(torch.rand(4, generator=torch.Generator().manual_seed(seed)).tolist()) for seed in seeds}
+    assert len(noise) == len(seeds), "on CPUs PyTorch uses the lower 32 bits of a seed"
+    assert all(-(2**63) <= seed < 2**63 for seed in seeds)
     assert body(ask(seed=5), first_only=True)["seed"] == body(ask(seed=5))["seed"] == 5
+
+
+@pytest.mark.parametrize(
+    ("given", "index", "sent"), [(-5, 0, -5), (-5, 2, -3), (-(2**63), 0, -(2**63)), (-2, 1, 2**63 - 1)]
+)
+def test_a_negative_seed_is_vllms(given: int, index: int, sent: int) -> None:
+    """Except -1, which means none there."""
+    assert body(ask(seed=seed_word(given), sample_index=index))["seed"] == sent
 
 
 @pytest.mark.parametrize("name", ["BatonConnector", "NixlConnector"])

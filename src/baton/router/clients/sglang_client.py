@@ -16,7 +16,7 @@ from baton.openai.http.lines import LineReader
 from baton.router.clients.engine_client import EngineClient, finish
 from baton.router.leg_tasks import Chunks
 from baton.router.timers import RouterTimers
-from baton.sampling_params import SamplingParams, TokenId
+from baton.sampling_params import SamplingParams, TokenId, signed_word
 from baton.wire import (
     EngineIdentity,
     EngineInfo,
@@ -197,7 +197,7 @@ def generate_body(request: GenerateRequest, left: int) -> dict[str, Any]:
         "skip_special_tokens": False,
     }
     if params.seed is not None:
-        sampling["sampling_seed"] = (params.seed + params.sample_index) % 2**31
+        sampling["sampling_seed"] = signed_word(params.seed + params.sample_index)
     if params.logit_bias:
         sampling["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
     body: dict[str, Any] = {

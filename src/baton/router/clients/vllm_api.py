@@ -7,14 +7,12 @@ from typing import Any, cast, get_args
 import msgspec
 
 from baton.openai.answers import Choice, token_id
-from baton.sampling_params import SamplingDefaults, SamplingParams
+from baton.sampling_params import SamplingDefaults, SamplingParams, signed_word
 from baton.wire import FinishReason, GenerateRequest, LegTimings, NumDrafts, TokenChunk, TokenLogprobs, encoded_once
 
 _REASONS = get_args(FinishReason)
-# vLLM's seeds are signed.
-_SEED_BITS = 63
-# Far above the number of samples per prompt, so no two share a seed, even after a resume.
-_SEED_STRIDE = 2**32
+# On CPUs PyTorch uses the lower 32 bits of a seed.
+_SEED_STRIDE = 0x9E3779B97F4A7C15
 
 
 class _RenderedParams(msgspec.Struct):
@@ -83,9 +81,7 @@ def completion_body(
     if stream:
         body["stream_options"] = {"include_usage": True}  # its event has the metrics
     if params.seed is not None:
-        # Equal in both legs. vLLM starts each request's noise from its seed: a resumed request must not repeat the
-        # noise of tokens already sent.
-        body["seed"] = (params.seed + params.sample_index + num_sent * _SEED_STRIDE) % 2**_SEED_BITS
+        body["seed"] = _seed(params.seed, params.sample_index, num_sent)
     if params.logit_bias:
         body["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
     if params.logprobs is not None:
@@ -101,6 +97,13 @@ def completion_body(
         if value is not None:
             body[name] = value
     return body
+
+
+def _seed(seed: int, sample_index: int, num_sent: int) -> int:
+    """Equal in both legs. vLLM starts each request's noise from its seed: a resumed request must not repeat the noise
+    of tokens already sent."""
+    own = signed_word(seed + sample_index + num_sent * _SEED_STRIDE)
+    return own if own != -1 else 2**63 - 1  # -1 means no seed
 
 
 def render_bodies(model: str, max_model_len: int) -> tuple[dict[str, Any], dict[str, Any]]:
