@@ -26,7 +26,7 @@ from baton.kv.geometry import CopyList
 from baton.testing.transport_peer import SpawnedPeer, pattern
 from baton.transports.base import Direction
 from baton.transports.batches import batch_bounds, split_runs
-from baton.transports.process import ProcessWatch
+from baton.transports.process import ProcessWatch, process_start_ticks
 from baton.transports.registry import create_transport
 from baton.transports.remote import driver
 from baton.transports.remote import remote_transport as remote_module
@@ -400,6 +400,19 @@ def test_a_reused_pid_is_a_dead_process(far: RemoteTransport) -> None:
     assert ProcessWatch(contact.pid, "1", contact.host_key).dead()
     # Nothing is known of another host's processes, whatever their numbers.
     assert not ProcessWatch(contact.pid, "1", "other").dead()
+
+
+def test_a_process_of_another_time_namespace_is_not_taken_for_dead() -> None:
+    """The start of a process is another number there."""
+    told = "import os; from baton.transports.process import *; print(own_host_key()); print(process_start_ticks(%d))"
+    unshare = ["unshare", "--map-root-user", "--time", "--boottime", "100000", "--fork"]
+    command = [*unshare, sys.executable, "-c", told % os.getpid()]
+    found = subprocess.run(command, capture_output=True, text=True)
+    if found.returncode and "unshare" in found.stderr:
+        pytest.skip(found.stderr)
+    host_key, start_time = found.stdout.splitlines()
+    assert start_time != process_start_ticks(os.getpid())
+    assert not ProcessWatch(os.getpid(), start_time, host_key).dead()
 
 
 # ---------------------------------------------------------------- batches

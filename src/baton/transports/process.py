@@ -17,7 +17,7 @@ from baton.errors import ProtocolError
 
 
 class Contact(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A lifeline's address, secret and process. Processes with a common pid namespace have equal `host_key`s."""
+    """A lifeline's address, secret and process. Processes that share namespaces (pids, time) have equal `host_key`s."""
 
     host: str
     port: int
@@ -38,7 +38,7 @@ def check_contact(contact: Contact) -> None:
 
 
 class ProcessWatch:
-    """Sees a process of this host and pid namespace die, never another."""
+    """Sees a process with the same `own_host_key` die, never another."""
 
     def __init__(self, pid: int, start_time: str, host_key: str) -> None:
         self._owner = pid, start_time
@@ -80,7 +80,9 @@ class ProcessWatch:
 def own_host_key() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+        pids, times = Path("/proc/self/ns/pid"), Path("/proc/self/ns/time")
+        # Start times differ between namespaces.
+        return f"{boot} {pids.stat().st_ino} {times.stat().st_ino if times.exists() else 0}"
     except OSError:
         return secrets.token_hex(16)  # unique
 
