@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 import baton.structured.grammars as grammars_module
-from baton.errors import RequestError
+from baton.errors import BatonError, EngineUnavailableError, RequestError
 from baton.sampling_params import MAX_GRAMMAR_CHARS, StructuredOutputsParams
 from baton.structured import DraftMatchers, Grammars, Known, Matcher
 from baton.structured.checker import Checker
@@ -316,16 +318,33 @@ def test_a_tokenizer_without_bytes_is_refused(tmp_path: Path) -> None:
         grammars.close()
 
 
-def test_a_checking_process_that_does_not_read_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pipe holds less than a tokenizer."""
+@pytest.mark.parametrize(
+    ("mode", "error"),
+    [
+        (0o700, RequestError("the grammar is refused: the process that checks grammars did not start")),
+        (0o600, EngineUnavailableError("the process that checks grammars cannot be started: Permission denied")),
+    ],
+    ids=["does not read", "cannot be started"],
+)
+def test_a_checking_process_that_does_not_work(
+    mode: int, error: BatonError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pipe of one that does not read holds less than a tokenizer."""
     hangs = tmp_path / "hangs"
     hangs.write_text("#!/bin/sh\nexec sleep 600\n")
-    hangs.chmod(0o700)
+    hangs.chmod(mode)
     monkeypatch.setattr("sys.executable", str(hangs))
     monkeypatch.setattr("baton.structured.checker.START_LIMIT_S", 0.2)
     checker = Checker(lambda: "x" * 4_000_000, 10, [1])
     try:
-        with pytest.raises(RequestError, match="did not start"):
+        with pytest.raises(type(error), match=str(error)):
             checker.check("root ::= 'a'")
     finally:
         checker.close()
+
+
+def test_a_lower_limit_of_memory_stays() -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30)); "
+    check = "from baton.structured.check_process import limit_memory; limit_memory(); "
+    command = [sys.executable, "-c", limit + check + "print(resource.getrlimit(resource.RLIMIT_AS))"]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == f"{(3 << 30, 3 << 30)}\n"

@@ -48,8 +48,15 @@ def _ids(bits: bytes) -> list[int]:
     return [8 * index + bit for index, byte in enumerate(bits) if byte for bit in range(8) if byte >> bit & 1]
 
 
+def limit_memory() -> None:
+    """An operator's lower limit stays."""
+    limits = [limit for limit in resource.getrlimit(resource.RLIMIT_AS) if limit != resource.RLIM_INFINITY]
+    least = min([_MAX_MEMORY, *limits])
+    resource.setrlimit(resource.RLIMIT_AS, (least, least))
+
+
 def main() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY, _MAX_MEMORY))
+    limit_memory()
     tokenizer_json, vocab_size, eos_ids = json.loads(sys.stdin.readline())
     try:
         tokens = vocabulary(tokenizer_json, vocab_size, eos_ids)

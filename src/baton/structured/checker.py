@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from baton.errors import EngineUnavailableError
 from baton.structured.source import grammar_error
 
 START_LIMIT_S = 60.0
@@ -28,7 +29,8 @@ class Checker:
         self._process: subprocess.Popen[bytes] | None = None
 
     def check(self, source: str) -> None:
-        """Raise `RequestError` for a grammar that cannot be compiled, or not in time."""
+        """Raise `RequestError` for a grammar that cannot be compiled, or not in time, and `EngineUnavailableError` if
+        no process can start."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._end()
@@ -49,15 +51,19 @@ class Checker:
             self._end()
 
     def _start(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "baton.structured.check_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            # A new session, so that Ctrl-C does not reach it.
-            env={**os.environ, "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"},
-            start_new_session=True,
-        )
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "baton.structured.check_process"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                # A new session, so that Ctrl-C does not reach it.
+                env={**os.environ, "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+        except OSError as error:
+            what = "the process that checks grammars cannot be started"
+            raise EngineUnavailableError(f"{what}: {error.strerror}") from None
         try:
             problem = self._ask([self._tokenizer_json(), self._vocab_size, self._eos_ids], START_LIMIT_S)
         except (TimeoutError, OSError, ValueError):
