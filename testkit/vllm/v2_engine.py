@@ -93,6 +93,8 @@ def config(folder: Path, name: str, role: str, model: Model, rank: int, size: in
             get_diff_sampling_param=dict,
             generation_config="auto",
             override_generation_config={},
+            hf_overrides={},
+            hf_config_path=None,
         )
 
     return SimpleNamespace(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from baton.errors import ConfigError
 from baton.kv.spec import Owner
-from baton.plugin_base.model_facts import tokenizer_fact, weights_fact
+from baton.plugin_base.model_facts import override_facts, tokenizer_fact, weights_fact
 from baton.plugin_base.regions import cuda_region, host_region
 from baton.sglang.geometry import RequestPages
 from baton.sglang.pools import RankPools
@@ -154,6 +155,7 @@ def facts(scheduler: Any, args: Any, version: str) -> dict[str, str]:
         "cache.metadata": repr(list(args.aux_item_lens)),
         "output.eos_token_ids": repr(eos_token_ids(model)),
         "drafter.method": "none" if server.speculative_algorithm is None else str(server.speculative_algorithm),
+        **override_facts(json.loads(server.json_model_override_args)),
     }
     if (path := server.speculative_draft_model_path) not in (None, server.model_path):
         config = _draft_config(scheduler.server_args).hf_config

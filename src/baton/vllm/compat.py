@@ -13,7 +13,7 @@ import msgspec
 
 from baton.errors import ConfigError
 from baton.kv.spec import Owner
-from baton.plugin_base.model_facts import tokenizer_fact, weights_fact
+from baton.plugin_base.model_facts import override_facts, tokenizer_fact, weights_fact
 from baton.plugin_base.ranks import gather_bytes
 from baton.sampling_params import SamplingDefaults
 from baton.vllm.config import FirstStep
@@ -307,6 +307,7 @@ def facts(config: Any, version: str) -> dict[str, str]:
         "output.grammars": str(config.structured_outputs_config.backend),
         "output.sampling_defaults": sampling_defaults(config).describe(),
         "drafter.method": "none" if speculative is None else speculative.method,
+        **override_facts(model.hf_overrides, model.hf_config_path),
     }
     if speculative is not None and (draft := speculative.draft_model_config) is not None:
         known["drafter.weights"] = weights_fact(draft.model, draft.hf_config, draft.revision)

@@ -349,8 +349,11 @@ def test_weights_from_a_hub_are_told_apart_by_commit() -> None:
             get_diff_sampling_param=lambda: {"temperature": 0.6},
             generation_config="auto",
             override_generation_config={},
+            hf_overrides={"rms_norm_eps": 1e-3},
+            hf_config_path=None,
         )
         facts = compat.facts(config(model_config=model), "0.32")
+        assert facts["model.overrides"] == '{"rms_norm_eps": 0.001}'
         assert facts["output.eos_token_ids"] == "[2, 7]"
         assert facts["model.tokenizer"] == "org/model@main"
         assert facts["output.sampling_defaults"] == "temperature 0.6"
