@@ -60,7 +60,8 @@ class Discovery:
         self._services = services
         self._look_up, self._pause_s = look_up, pause_s
         self._found: dict[Service, set[str]] = {service: set() for service in services}  # URLs that joined
-        self._problems: dict[str, str] = {}  # by name or URL; each is logged once
+        # By name or URL, to log each once.
+        self._problems: dict[Service, dict[str, str]] = {service: {} for service in services}
 
     async def resolve_all(self) -> None:
         for service in self._services:
@@ -68,9 +69,8 @@ class Discovery:
             try:
                 addresses = await self._look_up(service.host, service.port)
             except OSError as error:
-                self._problem(name, f"has no addresses: {error}")
+                self._problem(service, name, f"has no addresses: {error}")
                 continue
-            self._problems.pop(name, None)
             await self._change(service, {f"http://{address}:{service.port}" for address in addresses})
 
     async def run(self) -> AsyncIterator[None]:
@@ -91,7 +91,9 @@ class Discovery:
 
     async def _change(self, service: Service, urls: set[str]) -> None:
         listed = {engine.url: engine for engine in self._pool.engines}
-        joined = self._found[service]
+        joined, problems = self._found[service], self._problems[service]
+        for what in problems.keys() - urls:
+            del problems[what]
         for url in sorted(joined - urls):
             if url in listed and not listed[url].leaving:  # a second call would move its requests elsewhere
                 self._pool.drain(url)
@@ -100,12 +102,12 @@ class Discovery:
             try:
                 await self._pool.add(url, service.role)
             except BatonError as error:
-                self._problem(url, f"cannot join: {error}")
+                self._problem(service, url, f"cannot join: {error}")
                 continue
-            self._problems.pop(url, None)
+            problems.pop(url, None)
             joined.add(url)
 
-    def _problem(self, what: str, text: str) -> None:
-        if self._problems.get(what) != text:
-            self._problems[what] = text
+    def _problem(self, service: Service, what: str, text: str) -> None:
+        if self._problems[service].get(what) != text:
+            self._problems[service][what] = text
             logger.warning("%s %s", what, text)

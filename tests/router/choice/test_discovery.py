@@ -7,12 +7,12 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, RequestError
 from baton.router import RouterConfig, build_app
 from baton.router.discovery import Discovery, Service, read_services, resolve
 from baton.router.pool import EnginePool
@@ -69,6 +69,20 @@ async def test_engines_come_and_go_with_their_addresses(
                 assert await listed(p="127.0.0.1", d="127.0.0.1") == [p, d], "until its address comes anew"
     lines = [record.message for record in caplog.records if "nobody:1" in record.message]
     assert len(lines) == 1, "a name without addresses is told once"
+
+
+async def test_an_address_that_cannot_join_is_told_again_after_it_was_away(caplog: pytest.LogCaptureFixture) -> None:
+    """Addresses that are gone are forgotten."""
+
+    async def add(url: str, role: str) -> None:
+        raise RequestError("it serves another model")
+
+    names, pool = Names(), cast(Any, SimpleNamespace(engines=[], add=add))
+    discovery = Discovery(pool, [Service("decode", "d", 81)], names)
+    for address in ("10.0.0.1", "10.0.0.1", "10.0.0.2", "10.0.0.1"):
+        names.addresses = {"d": {address}}
+        await discovery.resolve_all()
+    assert sum("10.0.0.1" in record.message for record in caplog.records) == 2
 
 
 def test_services_are_checked() -> None:
