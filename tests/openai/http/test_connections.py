@@ -206,6 +206,18 @@ async def test_the_rest_of_a_refused_body_is_not_parsed(
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 
 
+async def test_a_stream_to_an_old_client_ends_with_its_connection(directory: Path) -> None:
+    """HTTP/1.0 has no chunks, and the client wants to keep the connection."""
+    async with served(build_app(FakeEngine(directory), Tokenizer.load(directory))) as url:
+        place, body = urlsplit(url), b'{"prompt": "a", "stream": true}'
+        reader, writer = await asyncio.open_connection(place.hostname, place.port)
+        head = f"POST /v1/completions HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        answer = await asyncio.wait_for(reader.read(), 30)
+        writer.close()
+    assert answer.endswith(b"data: [DONE]\n\n")
+
+
 async def test_slow_bodies_end(directory: Path, session: aiohttp.ClientSession) -> None:
     engine = FakeEngine(directory)
     async with served(app_with(directory, engine, body_s=0.5)) as url:

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import TypeVar
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
@@ -29,7 +29,7 @@ from baton.openai.streams import LastEvents, StartedStream
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _RETRY_AFTER_S = 1
-# Not counted as requests, so a shutdown does not wait for them.
+# A shutdown does not wait for these.
 _UNCOUNTED = ("/metrics", "/dashboard/events")
 MESSAGES = "/v1/messages"
 
@@ -212,6 +212,8 @@ def _preparing(access: Access) -> Callable[[web.Request, web.StreamResponse], Aw
         name_response(request, response)
         access.allow_origin(request, response)
         _shape_expectation(response)
+        if request.version < HttpVersion11 and response.content_length is None:
+            response.force_close()  # its end is that of the connection
 
     return prepare
 
