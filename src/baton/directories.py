@@ -53,16 +53,15 @@ def own_secret(path: Path, field: str, make: Callable[[], bytes]) -> bytes:
 def _own_secret(path: Path, field: str, make: Callable[[], bytes]) -> bytes:
     if not path.exists():
         fresh = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(make())
         try:
+            descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(make())
             # Of two processes that start together, the second must use the first one's secret.
-            os.link(fresh, path)
-        except FileExistsError:
-            pass
+            with contextlib.suppress(FileExistsError):
+                os.link(fresh, path)
         finally:
-            fresh.unlink()
+            fresh.unlink(missing_ok=True)
     check_own(path, field, OTHERS)
     return path.read_bytes()
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from baton.directories import RunDirectory, sweep_runs
+from baton.directories import RunDirectory, own_secret, sweep_runs
 from baton.errors import ConfigError
 from baton.handoff.protocol.ticket import load_or_create_key
 from baton.handoff.session.keys import KeyRing, make_keys, ticket_key_file
@@ -70,6 +70,15 @@ def test_a_key_file_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr("baton.directories.os.geteuid", lambda: 4711)
     with pytest.raises(ConfigError, match="belongs to another user"):
         load_or_create_key(path) if path.name == "ticket.key" else KeyRing(tmp_path / "keys", "P")
+
+
+def test_a_secret_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
+    def full() -> bytes:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(ConfigError, match=r"^token: .*No space left on device$"):
+        own_secret(tmp_path / "token", "token", full)
+    assert not list(tmp_path.iterdir())
 
 
 _OWNER = """
