@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,21 @@ control = mmap.mmap(-1, 64 << 20)
 control.write(bytes(64 << 20))
 huge_pages.move_heap()
 print(moved, num_huge() - before - moved)
+"""
+
+
+# A mapped file has a name that is no text, and the locale is one of ASCII.
+_ANY_NAME = """
+import mmap, os, sys
+from baton.kernels.huge_pages import move_heap
+from baton.observe.dashboard import dashboard_page
+
+with open(os.fsencode(sys.argv[1]), "w+b") as file:
+    file.write(b"x")
+    file.flush()
+    kept = mmap.mmap(file.fileno(), 1)
+move_heap()
+print(dashboard_page().html.isascii())
 """
 
 
@@ -81,6 +97,14 @@ def test_a_system_that_hides_the_size_of_huge_pages_has_none(text: str | None, t
 
 def test_the_heap_is_private_memory_of_no_file_without_stacks() -> None:
     assert list(heap_in(_MAPS)) == [(0x55D0A5000000, 0x55D0A5800000), (0x7FB690E00000, 0x7FB691200000)]
+
+
+def test_names_of_mapped_files_and_the_locale_do_not_matter(tmp_path: Path) -> None:
+    """The dashboard's script has characters beyond ASCII."""
+    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-c", _ANY_NAME, str(tmp_path / os.fsdecode(b"caf\xe9\xc2\x85 b"))]
+    found = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **ascii_only})
+    assert found.stdout == "False\n", found.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="huge pages of Linux")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from baton.engine.attention.registry import get_backend
 from baton.errors import CheckpointError
 from baton.models.layers.linear import Build, Linear
-from baton.models.loading.checkpoint_digests import fingerprint
+from baton.models.loading.checkpoint_digests import fingerprint, tokenizer_hash
 from baton.models.loading.config_json import read_config
 from baton.models.loading.filling import weight_table
 from baton.models.loading.loader import load_model
@@ -290,3 +291,14 @@ def test_fingerprint_follows_weights_and_config(path: Path) -> None:
     edit_weights(path, **weights)
     assert len({first, second, fingerprint(path)}) == 3
     assert read_config(path)["rope_theta"] == 20000.0
+
+
+def test_names_of_files_that_are_no_text_have_digests(path: Path) -> None:
+    odd = os.fsdecode(b"caf\xe9.safetensors")
+    (path / "model.safetensors").rename(path / odd)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": odd}}))
+    assert len(fingerprint(path)) == 32
+    before = tokenizer_hash(path)
+    (path / "additional_chat_templates").mkdir()
+    (path / "additional_chat_templates" / os.fsdecode(b"caf\xe9.jinja")).write_text("a")
+    assert tokenizer_hash(path) != before

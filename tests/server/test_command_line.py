@@ -64,6 +64,7 @@ CASES = [
     (["keys", "--output", "TMP/keys", "--engines", "ok,../x"], "'../x' is no engine id"),
     (["keys", "--output", ""], "output: is empty"),
     (["serve", "MODEL", "--port", "0", "--served-model-name", "\udce6"], "served_model_name: is not UTF-8"),
+    (["serve", "\udce6/a", "--port", "0", "--served-model-name", "a"], "model: is not UTF-8"),
     (["serve", "MODEL", "--port", "0", "--served-model-name", "a\nb"], r"served_model_name: 'a\nb' is not printable"),
     (["router", "--port", "0", "--both", "nonsense"], "'nonsense' is not a base URL"),
     (["router", "--port", "0", "--both", "http://a b:1"], "'http://a b:1' is not a base URL"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -206,6 +207,11 @@ def test_templates_run_in_a_sandbox(tmp_path: Path) -> None:
     (directory / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(CheckpointError, match="does not compile"):
         Tokenizer.load(directory)
+
+
+def test_a_directory_may_have_a_name_that_is_no_text(tmp_path: Path) -> None:
+    directory = write_tokenizer(tmp_path / "model").rename(tmp_path / os.fsdecode(b"caf\xe9"))
+    assert Tokenizer.load(directory).eos_token_ids == (EOS,)
 
 
 def test_missing_and_broken_tokenizer_files_are_named(tmp_path: Path, byte_level: Tokenizer) -> None:

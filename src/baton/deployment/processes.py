@@ -238,7 +238,6 @@ class Deployment:
 
     def _router_flags(self, port: int) -> list[str]:
         flags = ["--port", str(port), "--ticket-key-file", self.ticket_key_file]
-        # Also hand off short prompts.
         flags += ["--max-local-prefill-length", "0"]
         for role, urls in self._urls.items():
             for url in urls:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ Advise = Callable[[int, int, int], int]
 def move_heap() -> None:
     """Move this process's present heap, except for its edges."""
     try:
-        maps = _MAPS.read_text()
+        maps = os.fsdecode(_MAPS.read_bytes())
     except OSError:
         return
     move(
@@ -41,7 +42,7 @@ def move(what: str, pages_for: Callable[[int], Sequence[int]]) -> None:
 
 def heap_in(maps: str) -> Iterator[tuple[int, int]]:
     """(start, end) of private memory without a file, in `/proc/PID/maps`."""
-    for line in maps.splitlines():
+    for line in maps.split("\n")[:-1]:
         place, mode, _, _, inode, *name = line.split(maxsplit=5)
         if mode == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
             start, _, end = place.partition("-")

@@ -23,7 +23,7 @@ class Page:
 @functools.cache
 def dashboard_page() -> Page:
     directory = resources.files("baton.observe") / "page"
-    html, style, script = ((directory / f"dashboard.{kind}").read_text() for kind in ("html", "css", "js"))
+    html, style, script = ((directory / f"dashboard.{kind}").read_text("utf-8") for kind in ("html", "css", "js"))
     script = script.replace("/*REASONS*/ {}", json.dumps(REASONS))
     policy = (
         f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; connect-src 'self'; "

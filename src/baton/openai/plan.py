@@ -168,7 +168,7 @@ def _plan(
     if len(prompts) * params.n > MAX_CHOICES:
         raise RequestError(f"prompts times n must be at most {MAX_CHOICES}", "n")
     _check_scores(prompts, params)
-    # Engines check this too; here it is refused early.
+    # Engines check this too.
     word_tokens(params.bad_words, model.tokenizer, model.vocab_size)
     priority, ttft_slo_s = asked_standing(request.priority)
     response_id = f"{'chatcmpl' if chat else 'cmpl'}-{os.urandom(12).hex()}"

@@ -87,7 +87,6 @@ class OpenAIService:
         return await self.understand(detokenize, body)
 
     async def understand(self, read: Callable[..., T], body: bytes, *more: object) -> T:
-        """Long bodies go to a worker thread."""
         model = self._backend.model()
         if len(body) <= _MAX_INLINE_BYTES:
             return read(body, model, *more)

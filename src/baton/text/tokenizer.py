@@ -76,7 +76,7 @@ class Tokenizer:
             how = f" beside {others[0]}: {convert}" if others else ""
             raise CheckpointError(f"{path}: no such file{how}")
         try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
+            backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
         except Exception as error:  # the binding raises bare Exception
             raise CheckpointError(f"{path}: not a tokenizer: {error}") from None
         backend.no_padding()

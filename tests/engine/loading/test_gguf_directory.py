@@ -76,6 +76,11 @@ def test_it_is_a_model_by_its_path_or_by_its_directory(write: Write) -> None:
     assert result.outputs[0].text
 
 
+@pytest.mark.parametrize("name", [os.fsdecode(b"caf\xe9.gguf"), "\u4f60" * 80 + ".gguf"], ids=["no text", "long"])
+def test_any_name_of_a_file_will_do(name: str, write: Write) -> None:
+    assert Path(gguf_directory(write(name), "model"), "model.gguf").is_symlink()
+
+
 def test_a_rope_factor_without_a_type_is_linear(write: Write) -> None:
     """As in llama.cpp."""
     config = read_config(located(write(**{"llama.rope.scaling.factor": 4.0})).model)
@@ -279,6 +284,12 @@ def test_errors_of_a_gguf_file_name_what_is_missing(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "taken"))
     with pytest.raises(ConfigError, match=r"^model: .*XDG_CACHE_HOME"):
         gguf_directory(file, "model")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    with monkeypatch.context() as nobody:
+        nobody.setitem(sys.modules, "pwd", None)
+        with pytest.raises(ConfigError, match=r"^model: .*home.*XDG_CACHE_HOME"):
+            gguf_directory(file, "model")
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ConfigError, match=r"pip install 'baton-serve\[gguf\]'"):
         gguf_directory(file, "model")

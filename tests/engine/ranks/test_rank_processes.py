@@ -160,9 +160,12 @@ def test_plans_travel_as_they_are() -> None:
             decode_order(bad)
 
 
-def test_memory_that_no_other_process_reaches_is_named() -> None:
+def test_memory_that_no_other_process_reaches_is_named(tmp_path: Path) -> None:
+    """Though this process has mapped a file whose name is no text."""
+    mapped = np.memmap(tmp_path / os.fsdecode(b"caf\xe9\xc2\x85 b"), mode="w+", shape=(1,), dtype=np.uint8)
     with pytest.raises(ConfigError, match="kv_transport: must be shm with several tensor ranks"):
         file_of(np.zeros(16, dtype=np.uint8))
+    del mapped
 
 
 def test_a_plan_that_fails_ends_the_ranks() -> None:

@@ -51,8 +51,9 @@ class EngineConfig(ServingSettings):
         named = re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", self.engine_id) is not None
         self._need(named, "engine_id", "1-64 of A-Z a-z 0-9 _ . -")
         name = self.served_model_name or Path(self.model).name
-        if not _is_utf8(name):
-            raise ConfigError("served_model_name", "is not UTF-8 in this locale: set LC_ALL=C.UTF-8, or give another")
+        for field, text in (("served_model_name", name), ("model", self.model)):
+            if not _is_utf8(text):
+                raise ConfigError(field, "is not UTF-8 in this locale: set LC_ALL=C.UTF-8, or give another")
         if not name.isprintable():
             raise ConfigError("served_model_name", f"{name!r} is not printable: give another")
         self._check_ranks()

@@ -17,7 +17,7 @@ from baton.models.loading.gguf_config import gguf_config
 from baton.models.loading.gguf_header import read_header
 from baton.models.loading.gguf_names import GGUF_FILE
 
-_UNUSUAL = re.compile(r"[^\w.-]")
+_UNUSUAL = re.compile(r"[^\w.-]", re.ASCII)
 
 
 def lone_gguf(directory: Path) -> Path | None:
@@ -37,9 +37,9 @@ def gguf_directory(file: Path, field: str) -> str:
         raise ConfigError(field, f"{file} is read with the package gguf: pip install 'baton-serve[gguf]'")
     content = checkpoint_files(file)
     path = file.resolve()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    name = f"{_UNUSUAL.sub('_', path.stem)[:80]}-{hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()}"
+    name = f"{_UNUSUAL.sub('_', path.stem)[:80]}-{hashlib.blake2b(os.fsencode(path), digest_size=8).hexdigest()}"
     try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         directory = own_directory(cache / "baton" / "gguf" / name, field)
         for name, text in content.items():
             _replace(directory / name, text)
@@ -47,9 +47,9 @@ def gguf_directory(file: Path, field: str) -> str:
             link = directory / f".{secrets.token_hex(4)}"
             link.symlink_to(path)
             link.replace(directory / GGUF_FILE)
-    except OSError as error:
-        where = "XDG_CACHE_HOME names another cache"
-        raise ConfigError(field, f"{error.filename}: {error.strerror}; {where}") from None
+    except (OSError, RuntimeError) as error:  # without a home
+        why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
+        raise ConfigError(field, f"{why}; XDG_CACHE_HOME names another cache") from None
     return str(directory)
 
 
@@ -83,5 +83,8 @@ def _replace(path: Path, text: str) -> None:
     if path.is_file() and path.read_bytes() == content:
         return
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    fresh.write_bytes(content)
-    fresh.replace(path)
+    try:
+        fresh.write_bytes(content)
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)

@@ -34,7 +34,7 @@ def fingerprint(path: str | Path) -> str:
     raw = {key: value for key, value in read_config(path).items() if key not in _CONFIG_NOISE}
     digest = xxhash.xxh3_128(json.dumps(raw, sort_keys=True).encode())
     for file in weight_files(path):
-        digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
+        digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode(errors="surrogateescape"))
         with file.open("rb") as stream:
             while chunk := stream.read(_READ_SIZE):
                 digest.update(chunk)
@@ -48,5 +48,5 @@ def tokenizer_hash(directory: Path) -> str:
     for name in (*_TOKENIZER_FILES, *further):
         path = directory / name
         content = path.read_bytes() if path.exists() else b""
-        digest.update(f"\0{name}\0{len(content)}\0".encode() + content)
+        digest.update(f"\0{name}\0{len(content)}\0".encode(errors="surrogateescape") + content)
     return digest.hexdigest()[:16]

@@ -173,7 +173,7 @@ async def _first(*many: Coroutine[Any, Any, object]) -> None:
 
 
 def _raise_file_limit() -> None:
-    """Raise the limit of open files: each request has connections of its own."""
+    """Each request has connections of its own."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         if soft != hard:

@@ -15,6 +15,7 @@ from baton.errors import ConfigError
 from baton.transports.process import stat_of
 
 SHM_DIR = "/dev/shm"
+_MAPS = Path("/proc/self/maps")
 # Pid, start time of the process, and random digits.
 SEGMENT_NAME = re.compile(r"baton-([0-9]{1,10})-([0-9]{1,20})-[0-9a-f]{16}", re.ASCII)
 
@@ -69,7 +70,7 @@ def file_of(memory: npt.NDArray[np.uint8]) -> tuple[str, int]:
     Raises `ConfigError`.
     """
     address = memory.ctypes.data
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in os.fsdecode(_MAPS.read_bytes()).split("\n")[:-1]:  # names may be any bytes
         span, _, offset, _, _, *path = line.split(maxsplit=5)
         start, stop = (int(end, 16) for end in span.split("-"))
         if start <= address and address + memory.nbytes <= stop and path:
