@@ -52,12 +52,13 @@ class FakeVllm:
     """`says` replaces tokens by position of the text. `gap`: how far the token that it would have chosen otherwise is
     behind, in nats. `kind` "alone": the decode leg does not wait, as if its server recomputed.
 
-    `fail`: "refuse" 400, "broken" 500, "cut" the connection during the stream, "stream" an error as an event, "dies"
-    that too, and from then on it answers with errors, "error" or "abort" as a finish reason; for all legs, or only for
-    legs of `fail_role`, in a stream after `fail_after` tokens. `halted`: legs of this role get no answer, or ("all")
-    nothing does. `raw`: bodies of answers, by path. `comments`: it sends comments while there is nothing else to send.
-    `asked`: received bodies. `left`: roles whose client left. `num_short`: tokens missing from a NIXL prefill.
-    `has_ranks`: it is several data-parallel engines; `ranks`: the requested ones. `started`: the process start time in
+    `fail`: "refuse" 400, "broken" 500, "cut" the connection during the stream, "stream" an error as an event, "reject"
+    a refusal as an event, "dies" an error as an event, and from then on it answers with errors, "error" or "abort" as a
+    finish reason; for all legs, or only for legs of `fail_role`, in a stream after `fail_after` tokens. `halted`: legs
+    of this role get no answer, or ("all") nothing does. `raw`: bodies of answers, by path. `comments`: it sends
+    comments while there is nothing else to send. `asked`: received bodies. `left`: roles whose client left.
+    `num_short`: tokens missing from a NIXL prefill. `has_ranks`: it is several data-parallel engines; `ranks`: the
+    requested ones. `started`: the process start time in
     its metrics. `traces`: role, `traceparent` and `tracestate` of requests. `defaults`: its sampling defaults, and
     `limit`, the most tokens of any request; None: it does not tell them, like vLLM without --enable-scale-out.
     `outcome`: in its metrics, how its connector ended each decode leg. `block_size`: of its metrics. `metrics`: of the
@@ -280,6 +281,8 @@ class FakeVllm:
                 item["choices"][0]["logprobs"] = _joined(logprobs[index : index + 1])
             if fails and self.fail in ("stream", "dies"):
                 item = {"error": {"message": "no memory"}}
+            if fails and self.fail == "reject":
+                item = {"error": {"message": "not supported", "code": 400, "param": "min_p"}}
             await response.write(b"data: " + json.dumps(item).encode() + b"\n\n")
             if fails:
                 if self.fail == "dies":

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from baton.errors import ProtocolError
+from baton.errors import ProtocolError, RequestError
 from baton.sampling_params import TokenId
 from baton.wire import NumDrafts
 
@@ -151,6 +151,14 @@ def read_error(body: bytes) -> ErrorFields:
         return msgspec.json.decode(body, type=_Error).error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ErrorFields()
+
+
+def refusal_in(error: dict[str, Any]) -> RequestError | None:
+    """None if the request is not at fault."""
+    param = error.get("param")
+    if error.get("code") != 400:
+        return None
+    return RequestError(str(error.get("message")), param if isinstance(param, str) else None)
 
 
 def answer_token_ids(choice: Choice) -> list[int]:

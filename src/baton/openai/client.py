@@ -22,7 +22,16 @@ from baton.errors import (
     OverloadedError,
     ProtocolError,
 )
-from baton.openai.answers import ChatCompletion, Completion, Model, Models, decode_answer, printable_line, read_error
+from baton.openai.answers import (
+    ChatCompletion,
+    Completion,
+    Model,
+    Models,
+    decode_answer,
+    printable_line,
+    read_error,
+    refusal_in,
+)
 from baton.sampling_params import TokenId
 from baton.urls import split_http_url
 
@@ -92,7 +101,7 @@ async def read_refusal(content: aiohttp.StreamReader) -> bytes:
 
 
 def read_event(line: bytes, url: str) -> Completion | Literal["done"] | None:
-    """Raises `HandoffError` for an error event, msgspec's errors for a malformed one."""
+    """Raises `RequestError` for the event of a refusal, `HandoffError` for another error, and msgspec's errors."""
     data = line.strip().removeprefix(_EVENT).lstrip()
     if data == _DONE:
         return "done"
@@ -100,7 +109,7 @@ def read_event(line: bytes, url: str) -> Completion | Literal["done"] | None:
         return None
     event = _COMPLETIONS.decode(data)
     if event.error is not None:
-        raise HandoffError("engine_error", f"{url}: {event.error.get('message')}")
+        raise refusal_in(event.error) or HandoffError("engine_error", f"{url}: {event.error.get('message')}")
     return event
 
 

@@ -13,9 +13,7 @@ from baton.models.loading.checkpoint_digests import fingerprint, tokenizer_hash
 
 
 def weights_fact(path: str, config: Any, revision: str | None) -> str:
-    """For a checkpoint from a hub: name and commit, since a branch may move between two hosts' downloads. `config`:
-    transformers'.
-    """
+    """From a hub: name and commit, since a branch may move. `config`: transformers'."""
     if os.path.isdir(path):
         return fingerprint(Path(path))
     return f"{path}@{getattr(config, '_commit_hash', None) or revision}"

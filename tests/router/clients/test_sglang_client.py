@@ -70,6 +70,21 @@ def test_a_failed_handoff_is_an_error_and_never_an_answer() -> None:
         to_token_chunk(request(), event([9], 5), 1)
 
 
+@pytest.mark.parametrize(
+    ("message", "num_sent", "kind"),
+    [
+        ("top_k must be -1 or above", 0, RequestError),
+        ("top_k must be -1 or above", 1, HandoffError),
+        ("peer_lost: P is silent", 0, HandoffError),
+    ],
+)
+def test_a_refusal_is_the_clients_error(message: str, num_sent: int, kind: type[Exception]) -> None:
+    """SGLang sends it in a stream with status 200, and calls errors of its own so too."""
+    said = msgspec.convert({"error": {"message": message, "code": 400}}, _Event)
+    with pytest.raises(kind, match=message):
+        to_token_chunk(request(), said, num_sent)
+
+
 def test_logprobs_are_those_of_the_new_tokens() -> None:
     own = [[-0.1, 7, None], [-0.2, 8, None]]
     top = [[[-0.1, 7, None]], [[-0.2, 8, None], [-1.5, 3, None]]]

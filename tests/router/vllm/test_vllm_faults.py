@@ -38,6 +38,27 @@ async def test_a_decode_server_that_fails_is_an_error_and_the_prefill_server_is_
             assert [body["temperature"] for body in pair.p.legs("cancel")] == [0]
 
 
+@pytest.mark.parametrize("roles", [("prefill",), ("decode",), ("prefill", "decode")], ids="-".join)
+async def test_what_servers_refuse_in_a_stream_is_the_clients_error(directory: Path, roles: tuple[str, ...]) -> None:
+    """As vLLM refuses `min_p` with speculation, after status 200. No other attempt could succeed."""
+    pair = Pair(directory)
+    for role, server in (("prefill", pair.p), ("decode", pair.d)):
+        server.fail, server.fail_role = "reject" if role in roles else None, role
+    async with pair.run() as (url, session):
+        status, answer = await complete(session, url)
+        assert (status, answer["error"]["message"], answer["error"]["param"]) == (400, "not supported", "min_p")
+        assert len(pair.p.legs("prefill")) == len(pair.d.legs("decode")) == 1
+
+
+async def test_a_refusal_after_tokens_is_the_servers_error(directory: Path) -> None:
+    pair = Pair(directory)
+    pair.d.fail, pair.d.fail_role, pair.d.fail_after = "reject", "decode", 3
+    async with pair.run() as (url, session):
+        status, answer = await complete(session, url)
+        assert status == 200, answer
+        assert answer["choices"][0]["token_ids"] == said(6)
+
+
 @pytest.mark.parametrize(("name", "seed"), WAYS)
 @pytest.mark.parametrize("fail", ["broken", "cut", "error", "abort", "stream"])
 async def test_a_decode_server_that_fails_changes_no_token(directory: Path, name: str, seed: bool, fail: str) -> None:

@@ -78,7 +78,7 @@ def checkpoint_files(file: Path) -> dict[str, str]:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Atomically: other engines may be reading the file."""
+    """Other engines may be reading the file."""
     content = text.encode()
     if path.is_file() and path.read_bytes() == content:
         return

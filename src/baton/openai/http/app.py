@@ -213,7 +213,7 @@ def _preparing(access: Access) -> Callable[[web.Request, web.StreamResponse], Aw
         access.allow_origin(request, response)
         _shape_expectation(response)
         if request.version < HttpVersion11 and response.content_length is None:
-            response.force_close()  # its end is that of the connection
+            response.force_close()  # ends the stream
 
     return prepare
 

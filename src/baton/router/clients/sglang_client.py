@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 
 from baton.errors import REASONS, EngineLostError, HandoffError, ProtocolError, RequestError
-from baton.openai.answers import decode_answer
+from baton.openai.answers import decode_answer, refusal_in
 from baton.openai.http.lines import LineReader
 from baton.router.clients.engine_client import EngineClient, finish
 from baton.router.leg_tasks import Chunks
@@ -213,11 +213,13 @@ def generate_body(request: GenerateRequest, left: int) -> dict[str, Any]:
 
 
 def to_token_chunk(request: GenerateRequest, event: _Event, num_sent: int) -> TokenChunk:
-    """Convert an event that follows `num_sent` tokens of its leg. Raises `HandoffError` if the server ended the
-    request, `ProtocolError` for an event that is no continuation.
+    """Convert an event that follows `num_sent` tokens of its leg. Raises `RequestError`, `HandoffError` if the server
+    ended the request, `ProtocolError` for an event that is no continuation.
     """
     if event.error is not None:
-        raise _failure(str(event.error.get("message")))
+        failure = _failure(str(event.error.get("message")))
+        refusal = None if num_sent or failure.reason != "engine_error" else refusal_in(event.error)
+        raise refusal or failure
     meta = event.meta_info or _Meta()
     finish = meta.finish_reason
     if finish is not None and finish.type == "abort":

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from baton.errors import HandoffError, RequestError
 from baton.openai.backend import Take
 from baton.openai.client import read_event
 from baton.router.clients.vllm_api import to_chunk, with_metrics
@@ -43,7 +44,12 @@ class LegEvents:
 
     def read(self, line: bytes) -> TokenChunk | None:
         """The chunk of a line, unless it is in `last`. Raises the errors of `read_event` and `to_chunk`."""
-        event = read_event(line, self._where)
+        try:
+            event = read_event(line, self._where)
+        except RequestError as error:
+            if self._position == self._request.num_known:
+                raise
+            raise HandoffError("engine_error", str(error)) from None  # vLLM's own errors
         if event is None or event == "done":
             self.done = self.done or event == "done"
             return None

@@ -40,7 +40,7 @@ def remove_stale_segments(directory: str = SHM_DIR) -> list[str]:
     """Unlink this user's segments whose owner is dead. Returns their names.
 
     An owner is dead if no process with its pid and start time runs, and nobody holds the segment's lock. The lock
-    covers owners in other pid namespaces; the pid covers the time between creating and locking a segment.
+    covers owners in other namespaces; the pid covers the time between creating and locking a segment.
     """
     removed = []
     try:
