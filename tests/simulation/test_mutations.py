@@ -70,6 +70,10 @@ FOUND_AT = {
 }
 
 
+# Of a mutation whose arguments or attributes are out of date.
+OWN_ERRORS = ("exception: TypeError", "exception: AttributeError", "exception: NameError")
+
+
 def test_there_are_at_least_fifteen_mutations() -> None:
     assert len(MUTATIONS) >= 15
 
@@ -81,7 +85,8 @@ def test_a_broken_protocol_is_found(name: str) -> None:
     for seeds in (range(first, first + 30), range(2000)):
         failures = run_seeds(seeds, mutation.faults, mutation=name, stop_early=True).failures
         if failures:
-            seed = failures[0][0]
+            seed, violation = failures[0]
+            assert not str(violation).startswith(OWN_ERRORS), violation
             # A bug without the mutation would find them all.
             assert run_seed(seed, mutation.faults).violation is None
             if seed not in range(first, first + 30):

@@ -282,6 +282,7 @@ def test_a_broken_engine_shows(
     handed_over: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     # A decode engine that registers late gets the last state by chance, so there are several tries.
     tries = [PROMPTS[first::4] for first in range(10, 14 if handed_over else 11)]
@@ -294,4 +295,7 @@ def test_a_broken_engine_shows(
     else:
         with stepped(**settings) as one:
             found = [one.all_of(prompts, GREEDY) for prompts in tries]
+    refused = breaks is free_a_page_of_the_window_too_early
+    assert ("a row's slot is in the null page" in caplog.text) == refused
+    assert any(stream.error for streams in found for stream in streams) == refused, "the others show by wrong tokens"
     assert [[stream.token_ids for stream in streams] for streams in found] != expected
