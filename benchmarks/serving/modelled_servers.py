@@ -1,11 +1,12 @@
 """A prefill and a decode server without a model, which cost little CPU: vLLM's with NixlConnector, or Baton's engines.
 
-    python -m benchmarks.serving.modelled_servers DIRECTORY [--first-ms 20] [--step-ms 20]
+    python -m benchmarks.serving.modelled_servers DIRECTORY [--first-ms 20] [--step-ms 20] [--handoff-ms 0]
 
 Serves both on loopback until its standard input ends, and prints their ports as JSON. A prefill leg ends `--first-ms`
-after its request. All decode legs get a token together, once per step. The first token comes at once, since prefill
-servers of Baton and SGLang hand it over; vLLM's decode server computes it in a step. `DIRECTORY` has the tokenizer.
-Requests with SGLang's `bootstrap_room` are taken as its servers take them.
+after its request, and its handoff `--handoff-ms` later. Then the decode server says the first token, which prefill
+servers of Baton and SGLang hand over; vLLM's decode server computes it in a step. `benchmarks.sglang.first_tokens`
+measures how long the handoffs of SGLang's own backends take. All decode legs get a token together, once per step.
+`DIRECTORY` has the tokenizer. Requests with SGLang's `bootstrap_room` are taken as its servers take them.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ def _streamed(kind: str) -> bytes:
 class ModelledServer:
     """One server of a role. Times are in seconds."""
 
-    def __init__(self, role: Role, directory: Path, first_s: float, step_s: float) -> None:
-        self.role, self.first_s, self._step_s = role, first_s, step_s
+    def __init__(self, role: Role, directory: Path, first_s: float, step_s: float, handoff_s: float = 0.0) -> None:
+        self.role, self.first_s, self.handoff_s, self._step_s = role, first_s, handoff_s, step_s
         self._streams: dict[Stream, None] = {}
         self._ticks = False
         self._directory = directory
@@ -202,6 +203,9 @@ class Connection(asyncio.Protocol):
             self._transport.write(self._server.page(path))
 
     def _later(self, seconds: float, call: Callable[[], None]) -> None:
+        if not seconds:
+            call()
+            return
         asyncio.get_running_loop().call_later(seconds, lambda: None if self._transport.is_closing() else call())
 
     def _complete(self, body: _Body) -> None:
@@ -211,10 +215,11 @@ class Connection(asyncio.Protocol):
             count = 1 if prefills else body.max_tokens
             stream = Stream(self._transport, count, _sse, (_chunked(_DONE), _END))
             if prefills or body.bootstrap_room is not None:
-                self._later(self._server.first_s, lambda: self._begin(stream, "text/event-stream"))
-            else:
+                first_s = self._server.first_s + (0.0 if prefills else self._server.handoff_s)
+                self._later(first_s, lambda: self._begin(stream, "text/event-stream"))
+            else:  # the prefill has ended
                 self._transport.write(_streamed("text/event-stream"))
-                self._server.run(stream)
+                self._later(self._server.handoff_s, lambda: self._server.run(stream))
             return
         answer = json.loads(_LAST.removeprefix(b"data: "))
         answer["kv_transfer_params"] = {
@@ -232,7 +237,8 @@ class Connection(asyncio.Protocol):
         self._later(self._server.first_s, lambda: self._transport.write(_whole(json.dumps(answer).encode())))
 
     def _generate(self, leg: _Leg) -> None:
-        prefills = leg.handoff is not None and leg.handoff.role == "prefill"
+        role = None if leg.handoff is None else leg.handoff.role
+        prefills = role == "prefill"
         total = 1 if prefills else leg.sampling_params.max_tokens
         ends = not prefills or leg.sampling_params.max_tokens == 1
 
@@ -242,11 +248,8 @@ class Connection(asyncio.Protocol):
             return _chunked(text % (leg.request_id.encode(), TOKEN, total - left - 1, finish))
 
         stream = Stream(self._transport, total, render, (_END,))
-        kind = "application/x-ndjson"
-        if prefills:
-            self._later(self._server.first_s, lambda: self._begin(stream, kind))
-        else:
-            self._begin(stream, kind)
+        first_s = self._server.first_s + (self._server.handoff_s if role == "decode" else 0.0)
+        self._later(first_s, lambda: self._begin(stream, "application/x-ndjson"))
 
     def _begin(self, stream: Stream, kind: str) -> None:
         self._transport.write(_streamed(kind))
@@ -258,11 +261,11 @@ def _sse(left: int) -> bytes:
     return _NEXT_CHUNK if left else _LAST_CHUNK
 
 
-async def serve(directory: Path, first_s: float, step_s: float) -> None:
+async def serve(directory: Path, first_s: float, step_s: float, handoff_s: float) -> None:
     loop, ports = asyncio.get_running_loop(), []
     roles: tuple[Role, ...] = ("prefill", "decode")
     for role in roles:
-        server = ModelledServer(role, directory, first_s, step_s)
+        server = ModelledServer(role, directory, first_s, step_s, handoff_s)
         listening = await loop.create_server(lambda server=server: Connection(server), "127.0.0.1", 0)  # type: ignore[misc]
         ports.append(listening.sockets[0].getsockname()[1])
     print(json.dumps(ports), flush=True)
@@ -274,8 +277,10 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--first-ms", type=float, default=20.0)
     parser.add_argument("--step-ms", type=float, default=20.0)
+    parser.add_argument("--handoff-ms", type=float, default=0.0)
     options = parser.parse_args()
-    asyncio.run(serve(options.directory, options.first_ms / 1e3, options.step_ms / 1e3))
+    times_s = (options.first_ms / 1e3, options.step_ms / 1e3, options.handoff_ms / 1e3)
+    asyncio.run(serve(options.directory, *times_s))
 
 
 if __name__ == "__main__":

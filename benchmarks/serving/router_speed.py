@@ -7,7 +7,8 @@ take turns. Each request's prompt is text. CPU time is that of all threads of a 
 kernel. Streams of two lengths give the cost per token; what is left is that of a request. `Added`: the first token's
 time, less the prefill's; `no router`: at the prefill server, whose timers are late as well. Streams begin evenly over a
 second and run at once; more streams have longer steps, so that no router falls behind: tokens that wait are sent
-together, which is cheap.
+together, which is cheap. `--handoff-ms`: how long after the prefill the decode server has the first token, several
+values in turn; `benchmarks.sglang.first_tokens` measures it with SGLang's own servers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -35,7 +37,7 @@ from benchmarks.serving.modelled_servers import MODEL
 from benchmarks.vllm.servers import free_port
 from testkit.servers.fake_serving import write_tokenizer
 
-_SHORT, _LONG = 2, 66
+_SHORT = 2
 _FIRST_S, _START_S, _RAMP_S = 0.02, 90.0, 1.0
 _LEAST_STEP_S = 0.01
 # Each figure comes from at least so many streams.
@@ -64,10 +66,12 @@ class RouterFigures:
         self.token_us.append(1e6 * token_s)
         self.added_ms.append(1e3 * (statistics.median(first) - _FIRST_S))
 
-    def line(self, name: str, streams: int) -> str:
+    def line(self, name: str, streams: int, handoff_ms: float) -> str:
         request, token, added = (statistics.median(each) for each in (self.request_ms, self.token_us, self.added_ms))
         low, high = min(self.token_us), max(self.token_us)
-        return f"| {streams} | {name} | {request:.2f} | {token:.0f} ({low:.0f} to {high:.0f}) | {added:.1f} |"
+        cost = f"{request:.2f} | {token:.0f} ({low:.0f} to {high:.0f})"
+        ttft = f"{added:.1f} ({min(self.added_ms):.1f} to {max(self.added_ms):.1f})"
+        return f"| {streams} | {handoff_ms:g} | {name} | {cost} | {ttft} |"
 
 
 def cpu_s(pid: int) -> float:
@@ -83,10 +87,11 @@ def cpu_s(pid: int) -> float:
 
 
 @contextlib.contextmanager
-def _servers(directory: Path, step_s: float) -> Iterator[list[str]]:
+def _servers(directory: Path, step_s: float, handoff_ms: float) -> Iterator[list[str]]:
     """URLs of the prefill and the decode server."""
     command = [sys.executable, "-m", "benchmarks.serving.modelled_servers", str(directory)]
     command += ["--first-ms", str(1e3 * _FIRST_S), "--step-ms", str(1e3 * step_s)]
+    command += ["--handoff-ms", str(handoff_ms)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         try:
@@ -181,14 +186,14 @@ def _measured_wave(pid: int, port: int, streams: int, num_tokens: int) -> tuple[
     raise SystemExit(f"streams failed in {_TRIES} waves: is the machine busy?")
 
 
-def _round(pid: int, port: int, streams: int, figures: RouterFigures) -> None:
+def _round(pid: int, port: int, streams: int, long: int, figures: RouterFigures) -> None:
     waves = max(1, _LEAST_STREAMS // streams)
     spent, first = [], list[float]()
-    for num_tokens in (_SHORT, _LONG):
+    for num_tokens in (_SHORT, long):
         found = [_measured_wave(pid, port, streams, num_tokens) for _ in range(waves)]
         spent.append(sum(seconds for seconds, _ in found) / (waves * streams))
         first = [second for _, times in found for second in times]
-    token_s = (spent[1] - spent[0]) / (_LONG - _SHORT)
+    token_s = (spent[1] - spent[0]) / (long - _SHORT)
     figures.add(spent[0] - _SHORT * token_s, token_s, first)
 
 
@@ -224,14 +229,15 @@ def measure(options: argparse.Namespace) -> None:
     names = [name for name in options.routers.split(",") if getattr(options, name.replace("-", "_"), True)]
     if options.before is not None:
         names += [name + _BEFORE for name in names if name.startswith("baton")]
-    head = "| streams | router | ms of CPU a request | us of CPU a token (range) | added TTFT (ms) |"
+    head = "| streams | handoff ms | router | CPU ms a request | CPU us a token (range) | added TTFT, ms (range) |"
     if options.clients:
         head = "| router | requests/s | cores | requests/s of a core (range) |"
     print(f"{head}\n{'|---' * (head.count('|') - 1)}|")
-    for streams in [options.clients] if options.clients else list(map(int, options.streams.split(","))):
+    all_streams = [options.clients] if options.clients else list(map(int, options.streams.split(",")))
+    for streams, handoff_ms in itertools.product(all_streams, map(float, options.handoff_ms.split(","))):
         step_s = max(_LEAST_STEP_S, streams / options.tokens_per_s)
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as undo:
-            urls = undo.enter_context(_servers(write_tokenizer(Path(folder) / "model"), step_s))
+            urls = undo.enter_context(_servers(write_tokenizer(Path(folder) / "model"), step_s, handoff_ms))
             running = {}
             for name in names:
                 port = free_port()
@@ -247,10 +253,10 @@ def measure(options: argparse.Namespace) -> None:
                 _, first = _measured_wave(os.getpid(), int(urls[0].rpartition(":")[2]), max(streams, _LEAST_STREAMS), 1)
                 figures[_NO_ROUTER].add(math.nan, math.nan, first)
                 for name, (pid, port) in running.items():
-                    _round(pid, port, streams, figures[name])
+                    _round(pid, port, streams, options.max_tokens, figures[name])
             for name in figures:
-                print(figures[name].line(name, streams), flush=True)
-    length = _SHORT if options.clients else _LONG
+                print(figures[name].line(name, streams, handoff_ms), flush=True)
+    length = _SHORT if options.clients else options.max_tokens
     print(
         f"answers of {length} tokens, {options.rounds} rounds; load of the machine at the end {os.getloadavg()[0]:.1f}"
     )
@@ -266,6 +272,8 @@ def main() -> None:
         default=0,
         help="measure answers of two tokens instead, with so many clients that ask again at once",
     )
+    parser.add_argument("--max-tokens", type=int, default=66, help="tokens of a long answer")
+    parser.add_argument("--handoff-ms", default="0", help="from the end of a prefill to that of its handoff")
     parser.add_argument("--tokens-per-s", type=float, default=1250.0, help="of all streams, at most")
     parser.add_argument("--routers", default=",".join(ROUTERS), help="of " + ", ".join(ROUTERS))
     parser.add_argument("--before", metavar="DIRECTORY", help="also measure Baton of this checkout")

@@ -28,7 +28,7 @@ import aiohttp
 import typer
 
 from baton.errors import BatonError
-from benchmarks.sglang.handoffs import PAIR, TIMEOUT, mooncake_configs
+from benchmarks.sglang.handoffs import PAIR, TIMEOUT, own_configs
 from testkit.sglang.servers import MODEL, Server, free_port, pair_configs, serve
 
 WARM_UP = 3
@@ -111,7 +111,7 @@ def command(
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as temporary:
         folder, bootstrap = log_dir or Path(temporary), free_port()
         folder.mkdir(parents=True, exist_ok=True)
-        configs = pair_configs(folder, both=PAIR, settings={"lease": 60.0}) + mooncake_configs((), bootstrap)
+        configs = pair_configs(folder, both=PAIR, settings={"lease": 60.0}) + own_configs("mooncake_tcp", (), bootstrap)
         with serve(folder, configs, MODEL) as (prefill, decode, mooncake_p, mooncake_d):
             own = ["--engine", "sglang", "--prefill", prefill.url, "--decode", decode.url, "--tokenizer", str(MODEL)]
             own += ["--keys", str(folder / "keys"), "--max-local-prefill-length", "0"]

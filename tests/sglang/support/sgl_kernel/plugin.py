@@ -20,6 +20,8 @@ def register() -> None:
         _leave_boundary_out(fault)
     if "mooncake_tcp" in sys.argv:
         _without_cuda_events()
+    if "nixl" in sys.argv:
+        _in_host_memory()
     if any("deepseek" in word for word in sys.argv):
         _attend_to_latents()
     if not any(word.startswith("--speculative") for word in sys.argv):
@@ -74,6 +76,17 @@ def _without_cuda_events() -> None:
 
     name = "sglang.srt.disaggregation.mooncake.conn.MooncakeKVSender.__init__"
     HookRegistry.register(name, made, HookType.AFTER)
+
+
+def _in_host_memory() -> None:
+    """SGLang's `nixl` registers every KV pool as memory of a GPU."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def made(original: Callable[..., None], manager: Any, pools: Any, *args: Any, **kwargs: Any) -> None:
+        pools.kv_data_mem_kinds = ["DRAM"] * len(pools.kv_data_ptrs)
+        original(manager, pools, *args, **kwargs)
+
+    HookRegistry.register("sglang.srt.disaggregation.nixl.conn.NixlKVManager.__init__", made, HookType.AROUND)
 
 
 def _leave_boundary_out(while_exists: str) -> None:
