@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from baton.handoff.agent.attempts import DecodeAttempt, PrefillAttempt
+from baton.handoff.agent.decode_routing import DecodeRouting
 from baton.handoff.agent.operations import Operations
-from baton.handoff.agent.routing import Routing
 from baton.handoff.protocol.decode import DecodeHandoff
 from baton.handoff.protocol.events import (
     Abort,
@@ -96,14 +96,14 @@ def _unfenced_is_fenced() -> list[Patch]:
     ("leave", "slow_copy", "late_copy", "delay", "broken_connection"),
 )
 def _any_bye_is_quiet() -> list[Patch]:
-    original = Routing._server_left
+    original = DecodeRouting._on_bye
 
-    def left(self: Routing, session: Any, bye: Bye) -> None:
+    def left(self: DecodeRouting, session: Any, bye: Bye) -> None:
         for attempt in self._decodes_at(session.connection.address):
             self._runner.feed(attempt, PeerLost("peer_lost", bye.reason, True))
         original(self, session, bye)
 
-    return [(Routing, "_server_left", left)]
+    return [(DecodeRouting, "_on_bye", left)]
 
 
 @mutation("after `unknown` a copy is outstanding until it has ended")

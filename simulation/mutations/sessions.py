@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from baton.handoff.agent.attempts import AttemptTable
+from baton.handoff.agent.decode_routing import DecodeRouting
 from baton.handoff.agent.operations import Operations
-from baton.handoff.agent.routing import Routing
 from baton.handoff.protocol import handshake
 from baton.handoff.protocol.decode import DecodeHandoff
 from baton.handoff.protocol.events import (
@@ -122,13 +122,13 @@ def _blocking_connect() -> list[Patch]:
     faults=("slow_call", "stop_after_hello", "crash_prefill", "pause_prefill", "client_abort"),
 )
 def _register_before_connected() -> list[Patch]:
-    original = Routing.join
+    original = DecodeRouting.join
 
-    def join(self: Routing, attempt: Any, session: Any, hello: Any) -> None:
+    def join(self: DecodeRouting, attempt: Any, session: Any, hello: Any) -> None:
         phase = session.phase
         if session.is_connecting:
             session.phase = SessionPhase.READY
         original(self, attempt, session, hello)
         session.phase = phase
 
-    return [(Routing, "join", join)]
+    return [(DecodeRouting, "join", join)]

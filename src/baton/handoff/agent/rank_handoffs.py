@@ -96,7 +96,7 @@ class RankHandoffs(Agent):
         if pages is not None:
             attempt.on_placed(self.clock.monotonic(), pages.admitted)
         self.runner.decodes.add(key, attempt)
-        self.routing.dial(attempt, ticket)
+        self.routing.decode.dial(attempt, ticket)
 
     def _place(self, key: AttemptKey, event: DecodePages) -> None:
         attempt = self.runner.decodes.get(key)
@@ -115,7 +115,7 @@ class RankHandoffs(Agent):
 
     def poll(self) -> None:
         for session in self.sessions.poll():
-            self.routing.connected(session)
+            self.routing.on_connected(session)
         self.runner.poll()
 
     # ------------------------------------------------------------ time
@@ -154,7 +154,7 @@ class RankHandoffs(Agent):
             ):
                 runner.fail(attempt, "peer_lost", "the peer engine died")
         self.routing.drop_dead()
-        self.routing.close_idle(now)
+        self.routing.decode.close_idle(now)
         self.sessions.sweep([peer for attempt in runner.live() for peer in attempt.peers])
         # A REGISTER delayed past its ticket's expiry is refused, so the tombstone may go.
         runner.prefills.forget(now, timers.retry)
