@@ -27,9 +27,9 @@ from baton.engine.speculation.adaptive import (
     PROBE_SELDOM,
     SEEDED_DRAFTS,
     AdaptiveDrafts,
-    draft_parts,
 )
 from baton.engine.speculation.draft_choice import DraftChoice
+from baton.engine.speculation.step_costs import draft_parts
 from baton.engine.speculation.trials import TRY_STEPS
 from baton.errors import ConfigError
 from baton.verify.observe import make_cases
@@ -150,8 +150,8 @@ def test_the_engine_itself_chooses(tmp_path: Path) -> None:
     with stepped(speculative_config=auto(EAGLE3), kv_cache_memory=8 << 20) as one:
         adaptive = one.core.steps.adaptive
         assert adaptive is not None
-        assert adaptive.target_cost.num_seen > 0
-        assert (adaptive.target_cost.each() >= 0).all()
+        assert adaptive.costs.target.num_seen > 0
+        assert (adaptive.costs.target.each() >= 0).all()
         requests = [make_request(one.engine, request(name, [1, 2, 3], PARAMS)) for name in ("bad", "good")]
         for _ in range(60):
             adaptive.verified(requests[0], 4, 0)
@@ -187,12 +187,12 @@ def test_rows_that_cost_less_than_fewer_are_chosen() -> None:
     for knows in (True, False):
         adaptive = AdaptiveDrafts(8)
         if knows:
-            adaptive.few_rows.fit(seconds)
+            adaptive.costs.few_rows.fit(seconds)
         for rows, measured in seconds.items():
-            observed = measured / float(adaptive.few_rows.of(rows))
-            adaptive.target_cost.observe((1.0, rows, 1, 0, 0, 0, 0, 0), observed)
-            adaptive.drafter_cost.observe(draft_parts(1, [rows]), 0.02 * rows)
-        for cost in (adaptive.target_cost, adaptive.drafter_cost):
+            observed = measured / float(adaptive.costs.few_rows.of(rows))
+            adaptive.costs.target.observe((1.0, rows, 1, 0, 0, 0, 0, 0), observed)
+            adaptive.costs.drafter.observe(draft_parts(1, [rows]), 0.02 * rows)
+        for cost in (adaptive.costs.target, adaptive.costs.drafter):
             cost.fit()
         one: Any = RequestStub("one")
         for _ in range(200):
@@ -224,8 +224,8 @@ def test_few_requests_are_probed_at_a_time_and_all_in_turn() -> None:
     adaptive = AdaptiveDrafts(8)
     for requests, drafts in itertools.product((1, 16), (0, 1, 4)):  # a row costs as much as ten forwards
         rows = requests * (1 + drafts)
-        adaptive.target_cost.observe((1.0, rows, requests, 0, 0, 0, 0, 0), 0.01 + 0.1 * rows)
-    adaptive.target_cost.fit()
+        adaptive.costs.target.observe((1.0, rows, requests, 0, 0, 0, 0, 0), 0.01 + 0.1 * rows)
+    adaptive.costs.target.fit()
     requests: list[Any] = [RequestStub(f"{number}") for number in range(16)]
     probed = {}
     for number in range(1, 7 * PROBE_EVERY + 5 * PROBE_SELDOM + 1):

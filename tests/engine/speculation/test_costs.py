@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from baton.engine.scheduler import ScheduledRows
-from baton.engine.speculation.adaptive import AdaptiveDrafts, target_parts
 from baton.engine.speculation.cost_model import FewRows
 from baton.engine.speculation.probe import draft_probe
+from baton.engine.speculation.step_costs import StepCosts, target_parts
 from baton.engine.step_plans import DraftPlan, PlanSpec, StepPlan
 
 
@@ -46,17 +46,17 @@ class UnevenExecutor:
 
 def test_each_small_number_of_rows_is_measured() -> None:
     executor: Any = UnevenExecutor()
-    adaptive = AdaptiveDrafts(8, timer=lambda: executor.now)
+    costs = StepCosts(8, timer=lambda: executor.now)
     pages = {name: np.arange(1, 9, dtype=np.int32) for name in ("target", "draft")}
-    adaptive.measure(executor, pages, (1, 8, 8))
+    costs.measure(executor, pages, (1, 8, 8))
     for rows in range(1, 9):
-        cost = adaptive.target_cost.seconds(target_parts([(rows, 0)])) * float(adaptive.few_rows.of(rows))
+        cost = costs.target.seconds(target_parts([(rows, 0)])) * float(costs.few_rows.of(rows))
         assert cost == pytest.approx(executor.seconds(rows), rel=0.2)
     decoding: Any = SimpleNamespace(is_prefilling=False)
-    line = adaptive.target_cost.seconds(target_parts([(3, 8)]))
+    line = costs.target.seconds(target_parts([(3, 8)]))
     for _ in range(64):
-        adaptive.computed([ScheduledRows(decoding, 8, 3)], executor.seconds(3))
-    assert adaptive.target_cost.seconds(target_parts([(3, 8)])) == pytest.approx(line, rel=0.1)
+        costs.computed([ScheduledRows(decoding, 8, 3)], True, executor.seconds(3))
+    assert costs.target.seconds(target_parts([(3, 8)])) == pytest.approx(line, rel=0.1)
 
 
 def test_a_probe_has_pages_for_its_drafts_if_a_page_holds_one_token() -> None:
