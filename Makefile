@@ -50,7 +50,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check src simulation benchmarks testkit tests tools examples
 	$(BIN)/ruff format --check src simulation benchmarks testkit tests tools examples
 	$(BIN)/mypy
-	$(BIN)/python -m tools.prose.words --most 64320
+	$(BIN)/python -m tools.prose.words --most 65820
 
 # The documentation site, in build/site. Broken links are errors. $(VENV)/.docs says that mkdocs is installed.
 docs: $(VENV)/.docs

@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """No handoff uses the time of day."""
+    """Monotonic time: no handoff uses the time of day."""
 
     def monotonic(self) -> float:
         """Seconds; never goes back. Other processes can compare it only with values that they read from here."""

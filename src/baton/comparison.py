@@ -11,7 +11,7 @@ import msgspec
 _DRAFT_FACTS = ("drafter.", "group.draft")
 _DRAFT_KV, _NUM_DRAFTS, _VERIFIER = "drafter.kv", "drafter.num_speculative_tokens", "drafter.verifier"
 _METHOD, _AUTO = "drafter.method", "auto"
-# Of engines that promise no bits.
+# The fact of engines that do not promise equal bits.
 PROCESSOR = "numerics.processor"
 
 
@@ -68,7 +68,7 @@ def differing_facts(
     differing = unequal_facts(here, peer)
     differing.pop(PROCESSOR, None)
     if _AUTO in (here.get(_NUM_DRAFTS), peer.get(_NUM_DRAFTS)):
-        # Such an engine takes any number of drafts.
+        # An engine that chooses k itself takes any number of drafts.
         differing.pop(_NUM_DRAFTS, None)
     policies = {side[_DRAFT_KV] for side in (here, peer) if _DRAFT_KV in side}
     if policies <= {"require"}:

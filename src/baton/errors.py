@@ -102,7 +102,7 @@ class EngineStalledError(EngineUnavailableError):
 
 
 class LegRefusedError(EngineUnavailableError):
-    """`code`: the engine's."""
+    """An engine refused a leg. `code`: that of its answer."""
 
     def __init__(self, message: str, status: int | None = None, code: str | None = None) -> None:
         super().__init__(message, status)
@@ -143,7 +143,7 @@ class IncompatiblePeerError(ProtocolError):
 
 
 class ForeignTicketError(ProtocolError):
-    """Signed with another key (HTTP 403)."""
+    """The ticket is signed with another key (HTTP 403)."""
 
 
 class TicketExpiredError(ProtocolError):

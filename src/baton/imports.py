@@ -24,7 +24,7 @@ def without_gc() -> Iterator[None]:
     try:
         yield
     finally:
-        # Without a new module it would only keep garbage.
+        # If no module was imported, freezing would only keep garbage.
         if len(sys.modules) > known:
             gc.freeze()
         if enabled:

@@ -6,7 +6,7 @@ from urllib.parse import SplitResult, urlsplit
 
 
 def is_host(name: str) -> bool:
-    """Whether it can be looked up."""
+    """Whether the name can be looked up."""
     try:
         name.encode("idna")
     except UnicodeError:

@@ -145,7 +145,7 @@ def main(given: Sequence[str] | None = None) -> None:
     arguments = with_dashes(sys.argv[1:] if given is None else given)
     if wants_json(arguments, os.environ):
         log_to_stderr(form="json")
-    # Read when PyTorch loads the OpenMP runtime. Not in `os.environ`, which child processes get.
+    # The OpenMP runtime reads it when PyTorch loads. Child processes get `os.environ`, and must not have it.
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.putenv("GOMP_SPINCOUNT", str(_SPIN_COUNT))
     try:

@@ -62,7 +62,7 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
 def log_to_stderr(level: LogLevel = "info", form: LogFormat = "text") -> None:
     """Log Baton's records from `level`, warnings of libraries and of Python, and uncaught exceptions."""
     handler = _Stderr(sys.stderr)
-    # Not shown.
+    # No line shows what these would collect.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None
     handler.setFormatter(_Json() if form == "json" else _Text())

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from baton.router.config.router_config import RouterConfig
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
-# Not for engines of one role. With defaults.
+# Options that an engine of one role refuses, with their defaults.
 _FOR_CLIENTS = {
     "chat_template": None,
     "chat_template_content_format": "auto",
@@ -115,6 +115,8 @@ def _flag_value(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ListenOptions:
+    """Flags of commands that serve HTTP: address, limits, access, and how answers are made."""
+
     config: Config = None
     host: Annotated[str, typer.Option(help="Address to listen on. Protect any other than loopback.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000
@@ -233,6 +235,8 @@ class ListenOptions:
 
 @dataclass(frozen=True, slots=True)
 class ProcessOptions:
+    """Hidden flags are set by a parent process: the pipe `ready_fd` is for reports (`deployment.child`)."""
+
     ticket_key_file: Annotated[str | None, typer.Option(help="32 random bytes shared by router and engines.")] = None
     keys: Annotated[
         str | None, typer.Option(metavar="DIR", help="Key directory of `baton keys`, ticket key included.")

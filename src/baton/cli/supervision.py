@@ -18,6 +18,8 @@ _CALM_S = 300.0
 
 
 class Processes(Protocol):
+    """Children have names, such as `decode-0`."""
+
     def ended(self) -> dict[str, str]:
         """Why each child ended."""
         ...

@@ -14,6 +14,9 @@ from baton.errors import ConfigError
 
 @dataclass(slots=True)
 class Child:
+    """`pending`: the incomplete last line of `pipe`. `url` is set once it serves; `kv`: its KV capacity as text;
+    `refusal`: the setting that it refused; `signalled`: it ends because of a signal."""
+
     name: str
     arguments: list[str]
     process: subprocess.Popen[bytes]

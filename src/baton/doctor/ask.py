@@ -25,9 +25,9 @@ from baton.timeouts import timeout
 from baton.wire import EngineInfo, LegRole, Role
 
 T = TypeVar("T")
-# In errors of a server that ends.
+# Words in the errors of a server that is about to end.
 _ENDING = ("draining", "shutting down")
-# Equal on SGLang's prefill and decode servers.
+# Settings that must be equal on SGLang's prefill and decode servers.
 _SGLANG = (
     "version",
     "model_path",

@@ -14,7 +14,7 @@ from baton.wire import EngineIdentity, LegRole, Role
 
 EngineMake = Literal["baton", "vllm", "sglang", "unknown"]
 BOTH: tuple[LegRole, ...] = ("prefill", "decode")
-# Before the rank's number in the URL of a vLLM server's data-parallel rank.
+# Precedes the number in the URL of a vLLM server's data-parallel rank.
 RANK = "#dp_rank="
 # Hosts whose monotonic clocks are this close count as one.
 _SAME_CLOCK_S = 1.0

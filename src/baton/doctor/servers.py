@@ -7,7 +7,7 @@ from itertools import combinations
 
 from baton.doctor.checkup import RANK, Finding, Server, host_and_port, is_local_address, same_host
 
-# Between two readings, beyond the questions' durations.
+# How much a clock may drift between two readings, beyond the questions' durations.
 _MAX_DRIFT_S = 0.25
 _CURES = {
     "unreachable": "start the server, or correct the URL, the port or the firewall",

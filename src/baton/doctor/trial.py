@@ -23,7 +23,7 @@ _IDS = range(3, 250)
 _BYTES = ("baton:handoff_bytes_total", "vllm:baton_handoff_bytes_total", "vllm:nixl_bytes_transferred_sum")
 _RUNS = ("baton:handoff_runs_total", "vllm:baton_handoff_runs_total", "vllm:nixl_num_descriptors_sum")
 _REFUSED = "baton:handoff_refused_total"
-# Of BatonConnector, whose server itself computes a request if its leg is refused or fails.
+# BatonConnector's counter and outcomes. Its server computes a request itself if the leg is refused or fails.
 _OUTCOMES, _LEG_REFUSED, _FAILED = "vllm:baton_handoffs_total", "refused", "failed_"
 _POLLS, _POLL_S = 20, 0.1
 

@@ -37,8 +37,8 @@ _HEAD = "lm_head.weight"
 
 
 class QueryAttention(nn.Module):
-    """[T, E] -> [T, E], over keys and values of the target's layer `source`. Each tensor rank attends with its
-    own key heads, on the stage of that layer, and gathers the other ranks' heads.
+    """[T, E] -> [T, E], over keys and values of the target's layer `source`. Each tensor rank attends with its own key
+    heads, on the stage of that layer, and gathers the other ranks' heads.
     """
 
     def __init__(self, config: Gemma4Config, layer_id: int, source: int, target: CausalLM, build: Build) -> None:

@@ -46,6 +46,8 @@ class Choose(Protocol):
 
 
 class DraftNoise(Protocol):
+    """The sampling noise for drafters that choose their tokens themselves."""
+
     def __call__(self, requests: IntArray, step: int) -> tuple[FloatArray, Sequence[FloatArray | None]] | None:
         """Temperatures [R] and noise by target id of draft `step`; None for greedy requests, or if all are."""
         ...

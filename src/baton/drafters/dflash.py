@@ -58,6 +58,9 @@ class BlockRows:
 
 
 class BlockAttention(nn.Module):
+    """Attention of a block's rows [T, E] -> [T, E] to the context's keys and values, and to the block's own. `causal`:
+    a row sees no later row of its block."""
+
     def __init__(self, config: ModelConfig, layer_id: int, causal: bool, build: Build) -> None:
         super().__init__()
         self._layer_id, self._causal, self._scale = layer_id, causal, config.head_dim**-0.5
@@ -87,6 +90,8 @@ class BlockAttention(nn.Module):
 
 
 class BlockLayer(nn.Module):
+    """A pre-norm layer of blocks: [T, E] -> [T, E]. `write` stores the keys and values of context rows [T, E]."""
+
     def __init__(self, config: ModelConfig, layer_id: int, causal: bool, build: Build) -> None:
         super().__init__()
         self._layer_id = layer_id

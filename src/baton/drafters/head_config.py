@@ -18,7 +18,7 @@ _HEAD_TYPES = ("eagle", "eagle3", None)
 _LATENT_HEADS = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
 # The second name is that of some heads in the `speculators` format.
 LAYER_IDS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
-# They change the arithmetic, and are for EAGLE-3 only.
+# Fields that change the arithmetic of EAGLE-3 heads, and that no other head may have.
 EAGLE3_FIELDS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "use_aux_hidden_state", *LAYER_IDS)
 # Fields of a `speculators` config besides its layer's config.
 _SPECULATORS_KEYS = (
@@ -45,7 +45,7 @@ _EXPECTED: Mapping[str, object] = {
     "pard_token": None,
     "logit_scale": 1.0,
 }
-# Read, or descriptive: how a head was trained, saved or served.
+# Flags that are read here, or that only say how a head was trained, saved or served.
 _FLAGS = frozenset(
     {
         "norm_before_residual",

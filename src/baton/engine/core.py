@@ -229,7 +229,7 @@ class EngineCore:
         now = self.clock.monotonic()
         self._expire_queues(now)
         if self.legs is not None:
-            # They block the queue.
+            # Requests that wait for pages to recompute block the queue.
             self._carry_out(self.legs.expire_recomputing(now))
             self.legs.start_receives()
         scheduled = self.scheduler.schedule()

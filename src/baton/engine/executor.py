@@ -72,11 +72,14 @@ class TargetResult:
 
 
 class LocalExecutor:
+    """Runs plans in this process, on one rank. Keeps the target's output of steps whose features later draft plans
+    need."""
+
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
         self.spec = runner.spec
         self._output: TargetOutput | None = None
-        # By step number.
+        # The target's output by step number.
         self._outputs: dict[int, TargetOutput] = {}
 
     def execute(self, plan: StepPlan, written: Written | None = None) -> StepResult:

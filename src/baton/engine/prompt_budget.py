@@ -4,9 +4,9 @@ from __future__ import annotations
 
 # Tokens of smaller chunks cost more.
 _LEAST_CHUNK = 32
-# Before anything was measured.
+# Prompt tokens of a step before anything was measured.
 _FIRST_CHUNK = 256
-# Longer times may be another process's fault.
+# The most by which a measured time may rise at once: another process may have caused it.
 _RISE = 1.5
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 
 class RequestStatus(enum.Enum):
+    """What an engine does with a request. `Request.transition` checks the order."""
+
     WAITING = enum.auto()
     """Has no pages; also after preemption or a failed handoff."""
     RECEIVING = enum.auto()

@@ -29,7 +29,7 @@ from baton.structured import Constrained, DraftMatchers, Grammars
 
 @dataclass(frozen=True, slots=True)
 class TargetOutput:
-    """After the final norm, and of the drafter's `aux_layers`."""
+    """States after the final norm, and those of the drafter's `aux_layers`."""
 
     hidden_TE: Tensor
     aux: list[Tensor]

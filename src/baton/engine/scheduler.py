@@ -102,8 +102,8 @@ class Scheduler:
     def schedule(self) -> list[ScheduledRows]:
         """The rows of the next step: verifications first, then prefill chunks in order of arrival.
 
-        A prompt that does not fit is the *long* one: docs/router.md ("Queues") says what it leaves to
-        others.
+        A prompt that does not fit is the *long* one: docs/router.md ("Queues") says what it leaves
+        to others.
         """
         batch = _Batch(self.max_num_batched_tokens)
         for request in list(self.running):

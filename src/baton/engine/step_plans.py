@@ -28,8 +28,8 @@ NOT_FINITE = -2
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Called with each layer id once its KV is written; `at_once`: before the next layer. `tell_rows`: with how
-    many rows have it in all layers."""
+    """`tell` is called with each layer id once its KV is written, if `at_once` before the next layer; `tell_rows` with
+    the number of rows whose KV all layers have."""
 
     tell: Callable[[int], None]
     tell_rows: Callable[[int], None]

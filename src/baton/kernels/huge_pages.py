@@ -13,9 +13,9 @@ log = logging.getLogger(__name__)
 HUGE_PAGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _MAPS = Path("/proc/self/maps")
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
-# CPU time, about a millisecond a page; the kernel does the rest later.
+# Seconds of CPU time for moving pages, about a millisecond each; the kernel moves the rest later.
 _MOST_S = 1.0
-# Of a call, before which every CPU releases its new pages.
+# Pages per call: before each, every CPU releases its new pages.
 _MOST_PAGES = 32
 Advise = Callable[[int, int, int], int]
 
@@ -33,7 +33,7 @@ def move_heap() -> None:
 
 
 def move(what: str, pages_for: Callable[[int], Sequence[int]]) -> None:
-    """Move pages, by numbers for a page size in bytes, if the system has huge ones."""
+    """Move pages of `what`, if the system has huge ones. `pages_for`: their numbers, by the size of one in bytes."""
     size = size_in(HUGE_PAGE_SIZE)
     if size is not None:
         pages = pages_for(size)

@@ -16,6 +16,8 @@ from baton.kv.spec import GroupSpec
 
 
 class WindowPool(PagePool):
+    """`rules`: those of the group, which have its window in tokens."""
+
     def __init__(self, num_pages: int, page_size: int, rules: Rules, enable_caching: bool = True) -> None:
         super().__init__(num_pages, page_size, rules.reach, enable_caching)
         self._rules = rules

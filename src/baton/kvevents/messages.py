@@ -60,6 +60,8 @@ class BlockStored(_Event):
 
 
 class BlockRemoved(_Event):
+    """Blocks left the prefix cache."""
+
     block_hashes: list[BlockHash]
     medium: str | None = _ALWAYS_SENT
     group_idx: int | None = None
@@ -67,7 +69,8 @@ class BlockRemoved(_Event):
     ownership: str | None = None
 
 
-class AllBlocksCleared(_Event): ...
+class AllBlocksCleared(_Event):
+    """The prefix cache is empty: forget all blocks of the engine."""
 
 
 class _StoredArray(msgspec.Struct, array_like=True, gc=False, tag="BlockStored"):

@@ -33,6 +33,9 @@ _GroupPages = dict[str, list[int]]
 
 
 class PrefixRequest(Protocol):
+    """What the store reads of a `Request`. `prefill_len`: tokens whose KV is computed or looked up. Salted requests are
+    not stored."""
+
     @property
     def token_ids(self) -> list[int]: ...
     @property

@@ -61,7 +61,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class FileStore:
-    """For any number of threads and processes at once."""
+    """A store that any number of threads and processes use at once."""
 
     def __init__(self, directory: str | Path, max_bytes: int = 8 << 30) -> None:
         """Creates a missing directory for this user only; expands `~`. `max_bytes` bounds all entries together; each

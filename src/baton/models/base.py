@@ -33,6 +33,9 @@ class Embedding(nn.Module):
 
 
 class Decoder(nn.Module):
+    """Embedding, layers and final norm. A pipeline stage has its own `layers` (by layer id) only, and stage 0 the rest.
+    Subclasses may carry several residual streams."""
+
     def __init__(self, config: ModelConfig, layers: Mapping[int, nn.Module], build: Build) -> None:
         super().__init__()
         self._config, self._build, self._stage = config, build, build.ranks.stage

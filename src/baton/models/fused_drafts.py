@@ -53,6 +53,8 @@ class DraftHead:
 
 
 class FusedDrafts:
+    """Bound to one head: its weights must not move. Not thread-safe."""
+
     def __init__(self, layers: FusedLayers, rotary: Rotary, head: DraftHead) -> None:
         self._layers, self._rotary, self._head = layers, rotary, head
         vocab, size = head.lm_head.out_features, layers.hidden

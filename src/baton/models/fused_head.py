@@ -19,13 +19,15 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-# Weights per thread.
+# Weights worth one more thread.
 _PARALLEL_WEIGHTS = 1 << 16
-# Of a piece: its best score, that one's token, and its second score.
+# Bytes of a piece's best score, that score's token, and the second score.
 BEST_BYTES = 24
 
 
 class FusedHead:
+    """Bound to one packed LM head [V, E] in bfloat16 or int8. Not thread-safe."""
+
     def __init__(self, lm_head: Linear, kernel: Kernel) -> None:
         self._lm_head, self._kernel, fields = lm_head, kernel, np.zeros(at.NUM_FIELDS, dtype=np.int64)
         fields[at.HIDDEN], fields[at.VOCAB] = lm_head.in_features, lm_head.out_features

@@ -24,11 +24,11 @@ from baton.models.layers.layernorm import RMSNorm
 from baton.models.layers.linear import Linear
 from baton.models.layers.rotary import Rotary
 
-# Their activations stay cached.
+# Rows of a block, whose activations stay in a core's cache.
 BLOCK_ROWS = 512
-# Of the narrowest product, per thread. With fewer, oneDNN is faster beyond `MAX_ROWS`.
+# Pieces of the narrowest product per thread. With fewer, oneDNN is faster for more than `MAX_ROWS` rows.
 _LEAST_PIECES = 4
-# Weights of a layer per thread.
+# Weights of a layer worth one more thread.
 _PARALLEL_WEIGHTS = 1 << 17
 
 Int64 = npt.NDArray[np.int64]
@@ -262,7 +262,6 @@ def kernel_for(linears: Iterable[Linear]) -> Kernel | None:
 
 
 def operand_width(linears: Iterable[Linear]) -> int:
-    """Of a row as products read it, in elements of two bytes."""
     return max(linear.operand_bytes for linear in linears) // ELEMENT_BYTES
 
 

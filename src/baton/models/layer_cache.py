@@ -52,6 +52,8 @@ class StatePlane:
 
 @dataclass(frozen=True, slots=True)
 class StateLayerSpec:
+    """A recurrent layer: one state per request, of several parts."""
+
     planes: tuple[StatePlane, ...]
 
 
@@ -194,8 +196,8 @@ class KVRegion:
 @dataclass(frozen=True, slots=True)
 class KVRegions:
     """Keys and values for a kernel that runs several layers in one call; slots are not checked. `layers` [layers, 3]:
-    each layer's region, its index in it, and its window (0: none). `wrote`: called with layers
-    and how many rows are in them, of the last rows with the last layer alone."""
+    each layer's region, its index in it, and its window (0: none). `wrote`: called with written layers
+    and how many rows they have, for the last rows with the last layer alone."""
 
     query_start: npt.NDArray[np.int32]
     positions: npt.NDArray[np.int64]
@@ -204,7 +206,7 @@ class KVRegions:
     wrote: Callable[[range, int], None] | None = None
 
     def block(self, start: int, stop: int) -> KVRegions:
-        """Of the rows start..stop."""
+        """The regions for rows start..stop only."""
         first = int(np.searchsorted(self.query_start, start, "right")) - 1
         last = int(np.searchsorted(self.query_start, stop))
         query_start = np.clip(self.query_start[first : last + 1], start, stop) - start

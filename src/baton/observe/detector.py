@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-# At the limit at most one false alarm in this many observations.
+# While the mean is at its limit: at most one false alarm in this many observations.
 THRESHOLD = 1e6
 # An alarm ends when the mean of this many observations is as it should be.
 _RECENT = 100

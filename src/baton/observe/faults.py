@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from baton.observe.recent import RecentRequests
 
-# By route in `decisions`.
+# Why requests took a route, by its name in `decisions`.
 REASONS = {
     "handed_off": "prefill and decode engines were there, and the prompt was worth a handoff",
     "short": "the prompt was short",

@@ -79,6 +79,8 @@ class _Completing(CommonFields, kw_only=True):
 
 
 class CompletionRequest(_Completing, kw_only=True):
+    """Body of `POST /v1/completions`. `logprobs`: alternatives per token."""
+
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
 
@@ -93,6 +95,8 @@ class ContentPart(msgspec.Struct, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
+    """An entry of `messages`. `reasoning` is another name of `reasoning_content`."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
@@ -108,6 +112,8 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 class ChatRequest(_Completing, kw_only=True):
+    """Body of `POST /v1/chat/completions`. `top_logprobs`: alternatives per token, if `logprobs`."""
+
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None

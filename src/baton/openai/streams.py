@@ -28,6 +28,9 @@ class LastEvents(bytes):
 
 
 class ChoiceSequence:
+    """Pushes the chunks of one choice into its output and its record. While the reader waits, plain text takes the
+    short cut."""
+
     def __init__(self, output: ChoiceOutput, record: SequenceRecord, short_cut: ShortCut | None) -> None:
         self._output, self._record, self._short_cut = output, record, short_cut
         self._last: Delta | None = None

@@ -43,9 +43,9 @@ from baton.text import Tokenizer
 from baton.waiting import AdmissionLimit
 from baton.wire import RECOVERIES, Role
 
-# In nats. Adding 16-bit weights in another order changes probabilities by up to 10 %.
+# Nats between two tokens. Summing 16-bit products in another order changes probabilities by up to 10 %.
 DEFAULT_NEAR_TIE = 0.1
-# Each is exported from the start: Prometheus' rate() misses the first step of a counter that begins at 1.
+# Every code is exported from the start: Prometheus' rate() misses the first step of a counter that begins at 1.
 _FAILURES = sorted({*REASONS, *CODE_BY_ERROR.values(), reason_label("")})
 
 

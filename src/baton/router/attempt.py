@@ -26,10 +26,10 @@ _ELSEWHERE = ("incompatible_peer:", "register_refused:")
 class RequestProgress:
     joined: Joined
     hand_off: bool  # the next attempt must be a handoff
-    tried: list[PooledEngine] = field(default_factory=list)  # engines that failed
-    refused: list[PooledEngine] = field(default_factory=list)
+    tried: list[PooledEngine] = field(default_factory=list)  # engines that failed: a last choice
+    refused: list[PooledEngine] = field(default_factory=list)  # engines that get this request no more
     attempt: int = 0
-    trusted: int | None = None  # later tokens are compared
+    trusted: int | None = None  # output tokens that the next attempt builds on, None: all; it must repeat later ones
     fruitless: int = 0  # attempts in a row without a new token
     decided: bool = False  # an engine has accepted the request
     route: Route | None = None  # if known already, of the next attempt

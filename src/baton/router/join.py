@@ -1,5 +1,5 @@
-"""Joins the legs of a request by token position: no token is lost, repeated or changed
-(docs/lifecycle.md, "A handed-over request").
+"""Joins the legs of a request by token position: no token is lost, repeated or changed (docs/lifecycle.md,
+"A handed-over request").
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Joined:
         return chunk
 
     def rest(self, attempt: int, waited_s: float = 0.0, trusted: int | None = None) -> GenerateRequest:
-        """The request for the tokens after the first `trusted`. Each attempt has its own id: engines
-        may still hold earlier attempts."""
+        """The request for the tokens after the first `trusted`. Each attempt has its own id: engines may still
+        hold earlier attempts."""
         if attempt == 0:
             return self.request
         return msgspec.structs.replace(

@@ -24,8 +24,8 @@ LegItem = tuple[LegRole, TokenChunk | BaseException | None]  # None: the leg has
 
 
 class LegItems:
-    """A queue for one reader. `direct` gets the decode leg's chunks while the reader
-    waits for them and has read all others.
+    """A queue for one reader. `direct` gets the decode leg's chunks while the reader waits for them
+    and has read all others.
     """
 
     __slots__ = ("_items", "_waiter", "direct")

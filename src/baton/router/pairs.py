@@ -26,7 +26,7 @@ class _Refusal:
 
 
 class Pairs:
-    """By incarnation. A refused pair gets no requests until a trial by the router itself has worked."""
+    """Refusals by incarnations. A refused pair gets no requests until a trial by the router itself has worked."""
 
     def __init__(self, pause_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """`pause_s`: before a trial."""

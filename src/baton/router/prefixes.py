@@ -14,7 +14,7 @@ from baton.wire import GenerateRequest
 # Tokens per hash.
 BLOCK_TOKENS = 16
 KEY_BYTES = 8
-# For engines that do not report their KV capacity.
+# KV capacity, in tokens, of engines that do not report one.
 _DEFAULT_TOKENS = 1 << 20
 # A block unused for this long counts as evicted.
 EXPIRY_S = 600.0

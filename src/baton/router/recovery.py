@@ -30,7 +30,7 @@ from baton.wire import GenerateRequest, Recovery, allows_recovery
 
 logger = logging.getLogger(__name__)
 
-# In a row without a new token, since a request may crash every engine.
+# Attempts in a row without a new token. They are few, since a request may crash every engine.
 MAX_ATTEMPTS = 3
 OnRecovery = Callable[[str, Recovery, LegFailed], None]  # request id, rung, failure
 

@@ -11,7 +11,7 @@ _PREFILL_QUEUE = f"{_DISAGGREGATION}.prefill.PrefillBootstrapQueue"
 _DECODE_QUEUE = f"{_DISAGGREGATION}.decode.DecodePreallocQueue"
 _MIXIN = f"{_DISAGGREGATION}.prefill.SchedulerDisaggregationPrefillMixin"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-# Then the scheduler looks for new requests again.
+# Seconds after which an idle scheduler looks for new requests again.
 _REST_S = 0.0005
 
 

@@ -81,7 +81,7 @@ class Matcher:
         self._num_bytes = (compiled.vocab_size + 31) // 32 * 4
         self._copy()
         self._tokens: list[int] = []
-        # Of drafts, by number of tokens, from `follows` to `allowed`.
+        # The masks of positions after drafts, by number of tokens, which `follows` computes and `allowed` uses.
         self._masks: dict[int, Bits] = {}
         self._masked: list[int] = []
 
@@ -174,7 +174,7 @@ class Matcher:
             try:
                 self._masks[len(self._tokens)] = self.bits()
             except RequestError:
-                # Without drafts the output may never come there.
+                # The output may never contain these drafts, so this is no error yet.
                 return count
         return len(drafts)
 

@@ -29,6 +29,8 @@ def pattern(nbytes: int, seed: int) -> ByteArray:
 
 
 class FarSide(ABC):
+    """A transport with registered regions of zeros, and its `descriptor` for `connect`."""
+
     descriptor: bytes
 
     @abstractmethod
@@ -73,6 +75,8 @@ class NearbyPeer(FarSide):
 
 
 class SpawnedPeer(FarSide):
+    """A far side in a process of its own, which runs `serve_peer`."""
+
     def __init__(self, uri: str, sizes: Sequence[int], device: str | None = None) -> None:
         command = [sys.executable, "-c", f"from {__name__} import serve_peer; serve_peer({uri!r}, {device!r})"]
         self._child = LineProcess(command, {**os.environ, "OMP_NUM_THREADS": "1"})

@@ -72,7 +72,7 @@ def read_templates(root: Path, settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 class ChatTemplate:
-    """Raises `CheckpointError`."""
+    """A compiled template. Raises `CheckpointError`."""
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], content_format: ContentFormatOption = "auto"

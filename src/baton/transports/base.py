@@ -113,6 +113,8 @@ class Operation:
 
 
 class Peer(Protocol):
+    """The other side of one connection. Flags never raise, and may be read on any thread."""
+
     @property
     def region_sizes(self) -> Sequence[int]:
         """In bytes."""

@@ -16,8 +16,8 @@ from numba.extending import intrinsic
 from baton.kv.geometry import CopyList, Int64Array
 from baton.transports.base import ByteArray
 
-# For cancels within a fraction of a millisecond. A longer memcpy bypasses the cache, less efficiently than the loop
-# below.
+# Bytes per `memcpy`, so that a cancel takes effect within a fraction of a millisecond. A longer one bypasses the cache,
+# less efficiently than the loop below.
 CHUNK_BYTES = 256 << 10
 # Runs copied in turn, and bytes per step.
 LANES = 8

@@ -14,7 +14,7 @@ from baton.wire import KVStream
 
 FIELD = "kv_connector_extra_config"
 FirstStep = Literal["recompute", "verify"]
-# Read by vLLM, or here.
+# Fields that vLLM reads, or this plug-in.
 _READ = {"kv_connector", "kv_connector_module_path", FIELD, "kv_role", "engine_id", "kv_load_failure_policy"}
 
 

@@ -36,7 +36,7 @@ log.addFilter(LogLimit())
 ABORT_TIMEOUT_S = 60.0
 # While legs wait for their peers, vLLM steps each millisecond without work. Waiting frees the cores.
 IDLE_WAIT_S = 0.004
-# If only an event or a request can change anything.
+# The wait if only an event or a new request can change anything.
 PARKED_WAIT_S = 0.1
 
 

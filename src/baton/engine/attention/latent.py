@@ -75,6 +75,8 @@ class PagedLatents:
 
 
 class PagedLatentAttention(PagedLatents):
+    """Writes and attends. With `chosen` keys a row that sees more than `top_k` attends to these only."""
+
     def attend(self, rows: LatentRows) -> Tensor:
         """As `LayerCache.attend_latent`. Raises `BatonError` for a bad slot."""
         self.write(torch.cat((rows.latent_TC, rows.rope_TR), dim=-1))

@@ -76,6 +76,9 @@ def layer_map(groups: Sequence[GroupSpec], kv: Mapping[str, GroupMemory], specs:
 
 
 class PagedCache:
+    """`batches` and `states`: by group, the rows of the forward. `written` is called with each layer whose entries are
+    written."""
+
     def __init__(
         self,
         backend: AttentionBackend,

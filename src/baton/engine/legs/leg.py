@@ -90,6 +90,8 @@ class PrefixArrived:
 
 @dataclass(frozen=True, slots=True)
 class PagesReleased:
+    """No transport touches the pages of the request any more."""
+
     request: Request
 
 
@@ -98,6 +100,9 @@ Effect = RequestFailed | SeedsArrived | PrefixArrived | PagesReleased
 
 @dataclass(frozen=True, slots=True)
 class LegSettings:
+    """Bounds for the seeds that P sends, and how far a failed handoff may be recovered. `handoff_timeout_s`: also how
+    long a request waits for pages to recompute."""
+
     vocab_size: int
     max_drafts: int  # with the first token
     recovery: Recovery

@@ -30,7 +30,7 @@ def make_digester(geometries: Mapping[str, RankGeometry], regions: Sequence[Regi
     devices = {region.device for region in regions if isinstance(region, DeviceMemory)}
     if not devices:
         return MemoryDigester(geometries, regions)
-    # Their own: digests need not wait for the engine's next step.
+    # Digests have a stream of their own, so they need not wait for the engine's next step.
     stream = torch.cuda.Stream(torch.device("cuda", devices.pop()))  # type: ignore[no-untyped-call]
     return MemoryDigester(geometries, regions, lambda *plane: _device_plane(stream, *plane))
 

@@ -13,6 +13,8 @@ from baton.engine.step_plans import DraftPlan, DraftSlots, Int32Array, IntArray,
 
 
 class DraftStates:
+    """The slots of one draft plan. Call `bind` for each forward, in order."""
+
     def __init__(self, plan: DraftPlan) -> None:
         rows = plan.rows
         self._groups, self._num_drafts = plan.states, plan.num_drafts

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 
 class BadWords:
+    """`words`: token ids of each. Not thread-safe; follows one output by `advance`."""
+
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
         self._last: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for *before, last in words:

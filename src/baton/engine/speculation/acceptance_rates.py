@@ -13,7 +13,7 @@ import numpy.typing as npt
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
-# Of classes of margins. Margins that a drafter does not tell have the last class.
+# Upper bounds of the classes of margins. Margins that a drafter does not report have the last class.
 _BOUNDS = np.array([0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.5, np.finfo(np.float64).max])
 UNKNOWN = len(_BOUNDS)
 # High for unknown margins, so that a new drafter is tried.
@@ -25,7 +25,7 @@ _GUESS_WEIGHT, _OWN_WEIGHT = 8.0, 5.0
 _LATER = 0.85
 # Factors of a count's weight, per verification.
 _KEEP_ALL, _KEEP_OWN = 0.999, 0.95
-# Of log-odds.
+# The most by which a request's log-odds may differ from those of all requests.
 _MOST_SHIFT = 3.0
 # A streak must not keep a request at the most drafts.
 _HIGHEST = 0.98
@@ -40,7 +40,8 @@ def classes_of(margins: npt.ArrayLike) -> IntArray:
 
 
 class OwnFactor:
-    """Of one request's odds, whose old drafts fade: one step of Newton's method from the log-odds of all requests."""
+    """A request's odds of acceptance over those of all requests: one step of Newton's method on the log-odds, in which
+    old drafts fade."""
 
     def __init__(self) -> None:
         self._surplus, self._variance = 0.0, 0.25 * _OWN_WEIGHT
@@ -56,7 +57,7 @@ class OwnFactor:
 
 
 class AcceptanceRates:
-    """Of `most` positions and all classes. `rates` [most, classes] and odds are as of the last `update`."""
+    """Of `most` draft positions and all classes. `rates` [most, classes] and odds are as of the last `update`."""
 
     def __init__(self, most: int) -> None:
         self._hits = [[0.0] * (UNKNOWN + 1) for _ in range(most)]

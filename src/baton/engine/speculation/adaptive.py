@@ -75,8 +75,8 @@ class AdaptiveDrafts:
         self.costs.drafted(draft_rows, seconds)
 
     def choose(self, requests: Sequence[Request], most: Sequence[int]) -> IntArray:
-        """Drafts int64 [R] that the requests make in this step, at most `most` [R]. A choice holds for some steps, unless
-        a request comes or many leave; now and then some requests get a draft only to measure acceptance."""
+        """Drafts int64 [R] for this step, at most `most` [R]. A choice holds for some steps, unless a request comes or
+        many leave. Now and then some requests get a draft only to measure acceptance."""
         bounds = np.maximum(np.array(most, dtype=np.int64), 0)
         self._num_choices += 1
         self._probed.clear()

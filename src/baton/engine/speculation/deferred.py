@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from baton.engine.planning import DraftRows
 from baton.engine.request import Request, RequestStatus
 
-# A pass costs as much as tens of rows. Rows that wait at a request's end enter no prefix cache.
+# The most steps whose rows wait. A pass costs as much as tens of rows. Rows that wait when their request ends enter no
+# prefix cache.
 MOST_STEPS = 16
-# Of these steps, prompts' too.
+# The most rows of these steps, including those of prompts.
 MOST_ROWS = 1024
 
 
@@ -26,7 +27,7 @@ class DeferredRows:
         self._step = 0
         self._num_rows: dict[int, int] = {}  # of the steps whose features are kept
         self._waiting: dict[Request, DraftRows] = {}
-        # Of the last steps, all with the same requests: not joined yet.
+        # Rows of the last steps, all with the same requests, that are not in `_waiting` yet.
         self._later: list[Sequence[DraftRows]] = []
         self._requests: list[Request] = []
         self._oldest = 0

@@ -8,18 +8,18 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 
-# Of a past period's weight, per period of the same kind.
+# The weight that past steps keep when a new period of their kind begins.
 _KEEP = 0.9
 # The model's choice stays unless steps without drafts are faster by more than this over the square root of the
 # verifications.
 _DOUBT = 0.75
 # Steps until the worse kind is tried again, doubled each time, and of a try: new requests make periods short.
 TRY_AFTER, TRY_SELDOM, TRY_STEPS = 128, 1024, 8
-# Of all time, lost in tries.
+# The share of all time that tries may lose.
 _LOST = 0.01
-# Batches are compared whose sizes differ by less than this factor.
+# Batches whose sizes differ by less than this factor are compared with each other.
 _LIKE = 1.3
-# Times the mean.
+# A step of more than this many times the mean counts as that long.
 _DISTURBED = 3.0
 
 
@@ -67,6 +67,8 @@ class _Comparison:
 
 
 class Trials:
+    """One comparison for each size of the batch. A period is a time in which all steps draft, or none."""
+
     def __init__(self) -> None:
         self._comparisons: defaultdict[int, _Comparison] = defaultdict(_Comparison)
         self._size = 0

@@ -1,7 +1,4 @@
-"""D's side of a rank's sessions: the prefill engines that this rank dialled, and its decode attempts with them.
-
-Not thread-safe.
-"""
+"""D's side of a rank's sessions: the prefill engines that this rank dialled. Not thread-safe."""
 
 from __future__ import annotations
 
@@ -166,7 +163,6 @@ class DecodeRouting:
             runner.feed(attempt, ev.PeerReady(session.groups))
 
     def on_connected(self, session: Session) -> None:
-        """The transport has connected to the session's engine, or cannot."""
         if session.hello is not None:
             for attempt in self._decodes_at(session.connection.address):
                 self.join(attempt, session, session.hello)

@@ -15,6 +15,8 @@ from baton.kv.interval import Interval
 
 @dataclass(frozen=True, slots=True)
 class PrefillLeg:
+    """P's leg of a verified ticket. D's claim may come before."""
+
     ticket: SignedTicket
 
 

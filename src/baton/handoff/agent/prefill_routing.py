@@ -1,7 +1,4 @@
-"""P's side of a rank's sessions: the decode engines that dialled this rank, and its prefill attempts with them.
-
-Not thread-safe.
-"""
+"""P's side of a rank's sessions: the decode engines that dialled this rank. Not thread-safe."""
 
 from __future__ import annotations
 
@@ -64,13 +61,11 @@ class PrefillRouting:
             self._on_attempt_message(known, known.hello, message)
 
     def fail_attempts(self, session: Session, reason: str, text: str, quiet: bool = False) -> None:
-        """Fail the session's attempts. `quiet`: as of `MachineRunner.fail`."""
         for attempt in list(self._runner.prefills.live.values()):
             if attempt.session is session:
                 self._runner.fail(attempt, reason, text, quiet)
 
     def on_connected(self, session: Session) -> None:
-        """The transport has connected to the session's engine, or cannot."""
         for attempt in self._runner.prefills.live.values():
             if attempt.session is session:
                 attempt.on_hello(session)

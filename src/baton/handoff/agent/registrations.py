@@ -34,7 +34,7 @@ class _HeldClaim(NamedTuple):
 
 
 class Registrations:
-    """Not thread-safe."""
+    """The claims on one rank's prefill attempts. Not thread-safe."""
 
     def __init__(self, runner: MachineRunner) -> None:
         self._groups = list(runner.instance.own)

@@ -45,6 +45,8 @@ Cell = tuple[int, int, int, int]
 
 
 class Digester(Protocol):
+    """Hashes the KV in a rank's pages. Called on the agent's worker thread."""
+
     def digests(
         self, group: str, pages: Sequence[int], tokens: Interval, cells: Sequence[Cell] | None = None
     ) -> list[PieceDigest]:

@@ -131,6 +131,8 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
+    """The time limit of the handoff, or the life of its ticket, is over."""
+
     message: str = "the handoff did not end in time"
 
 
@@ -175,6 +177,8 @@ MachineEvent = (
 
 @dataclass(frozen=True, slots=True)
 class Send:
+    """Send a message to the peer; the agent drops it without a session, and `Tick` repeats it."""
+
     message: AttemptMessage
 
 

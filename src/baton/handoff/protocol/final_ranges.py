@@ -27,8 +27,8 @@ class _Partial:
 
 
 class FinalRanges:
-    """Copies (push) and digests each token once, as soon as it is final. An interval is
-    digested and reported to D once all its layers are final.
+    """Copies (push) and digests each token once, as soon as it is final. An interval is digested and reported to D
+    once all its layers are final.
     """
 
     def __init__(self, key: AttemptKey, mode: Mode, integrity: Integrity, copies: CopyLedger) -> None:

@@ -13,6 +13,8 @@ from baton.handoff.protocol.messages import AttemptKey, Pair, Seeds
 
 @dataclass(frozen=True, slots=True)
 class EndPair:
+    """Abort the attempt of one pair, because another has failed."""
+
     pair: Pair
     reason: str
     message: str

@@ -94,7 +94,7 @@ class Seeds(msgspec.Struct, frozen=True):
     drafter_states: Annotated[bytes, Meta(max_length=MAX_DRAFTER_STATES)] = b""
 
 
-# Of a rank that does not sample. No vocabulary contains this token.
+# The seeds of a rank that does not sample. No vocabulary contains this token.
 NO_SEEDS = Seeds(first_token=(1 << 31) - 1)
 
 
@@ -107,11 +107,12 @@ class PieceDigest(msgspec.Struct, frozen=True, array_like=True):
     hashes: Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES * MAX_HASHES)]
 
 
-# Per group, in token order.
+# Pieces by group, in token order.
 Digests = Annotated[dict[Name, Annotated[list[PieceDigest], Meta(max_length=MAX_PIECES)]], Meta(max_length=MAX_GROUPS)]
 
 
-class ControlMessage(msgspec.Struct, frozen=True, tag_field="kind"): ...
+class ControlMessage(msgspec.Struct, frozen=True, tag_field="kind"):
+    """`kind` names the message on the wire."""
 
 
 class Hello(ControlMessage, frozen=True, tag="HELLO"):

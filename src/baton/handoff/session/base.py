@@ -12,6 +12,8 @@ from baton.handoff.protocol.messages import CHALLENGE_BYTES, ControlMessage
 
 @dataclass(slots=True, eq=False)
 class Connection:
+    """One control connection. `session`: its number in frames. `sent`, `received`: the last sequence numbers."""
+
     session: int
     socket: Any  # None if no file descriptor was left for one
     identity: bytes | None = None  # set if the peer dialled us
@@ -39,6 +41,9 @@ def unanswered(address: str) -> NoSession:
 
 
 class ControlChannel(Protocol):
+    """The control sockets of one rank. Not thread-safe, except `wake` and `malformed`, the number of frames
+    that could not be decoded. `address`: where peers dial it."""
+
     @property
     def address(self) -> str: ...
 
@@ -61,6 +66,8 @@ class ControlChannel(Protocol):
 
 
 class Worker(Protocol):
+    """Runs jobs on another thread, in order."""
+
     def start(self, job: Callable[[], None]) -> None:
         """Never blocks."""
         ...

@@ -12,7 +12,7 @@ from baton.handoff.session.curve import Socket
 
 
 class DialMonitors:
-    """Of each socket, until its first frame. Not thread-safe."""
+    """A monitor of each dialled socket, until its first frame. Not thread-safe."""
 
     def __init__(self, context: zmq.Context[Any], poller: zmq.Poller) -> None:
         self._context, self._poller = context, poller

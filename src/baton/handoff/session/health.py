@@ -10,7 +10,7 @@ MAX_SUSPECTS = 1024
 
 
 class Health:
-    """Not thread-safe."""
+    """Counts repaired handoffs in a row by peer. Not thread-safe."""
 
     def __init__(self) -> None:
         self._repaired: dict[tuple[str, int], int] = {}  # repaired handoffs in a row, by process and rank

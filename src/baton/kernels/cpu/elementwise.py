@@ -27,7 +27,7 @@ _GELU_LINEAR = np.float32(1.5957691216057308)
 _GELU_CUBIC = np.float32(0.07135481627159025)
 # Rows that a thread takes at a time.
 _BLOCK = 16
-# The counter of `take`, then the kernel's own.
+# Arguments of a kernel: the counter of `take`, then its own.
 _NUM_ARGUMENTS = 9
 
 

@@ -16,7 +16,7 @@ from baton.kernels.cpu.scan_steps import recall, update
 from baton.kernels.cpu.simd import LANES
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
-# Of the L2 norm of queries and keys, as in transformers.
+# Added in the L2 norm of queries and keys, as in transformers.
 _EPS = np.float32(1e-6)
 
 

@@ -23,7 +23,7 @@ from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
 
 log = logging.getLogger(__name__)
-# Not annotated.
+# Numba has no annotations.
 _numba: Any = numba
 F = TypeVar("F", bound=Callable[..., Any])
 _MOST_WAIT_S, _TOLD_AFTER_S = 120.0, 5.0
@@ -73,9 +73,9 @@ def _lock_file(cache: Any) -> Path:
     return Path(cache._cache_file._index_path).with_suffix(".lock")
 
 
-# Only this process uses their index and code.
+# Locks that this process holds: only it uses their index and code.
 _locked: set[Path] = set()
-# Waited for in vain.
+# Locks that this process has waited for in vain.
 _stuck: set[Path] = set()
 
 

@@ -13,7 +13,7 @@ from baton.kernels.cpu.simd import LANES, cgutils, fma, load, splat, store
 
 _F32, _I64 = ir.FloatType(), ir.IntType(64)
 _VECTOR = ir.VectorType(_F32, LANES)
-# Of 16.
+# Chunks of 16 numbers at a time.
 _CHUNKS = 2
 _CHUNK_BYTES = 4 * LANES
 

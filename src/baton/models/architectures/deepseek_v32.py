@@ -46,6 +46,8 @@ _KINDS = {"F": False, "full": False, "S": True, "shared": True}
 
 
 class DeepseekV32(Deepseek):
+    """Keys of the indexer lie beside the latents, in layers that do not share a choice."""
+
     @classmethod
     def parse_config(cls, raw: RawConfig) -> ModelConfig:
         return _parse({**_V32, **raw}, indexer_interleaved=False)

@@ -48,7 +48,7 @@ _ROPES: dict[str, dict[str, Any]] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
-# Not loaded for layers that share, as in transformers.
+# Layers that share keys and values do not load these, as in transformers.
 _OWN = ("k_proj.", "v_proj.", "k_norm.")
 _STACKED = (".experts.gate_up_proj", ".experts.down_proj")
 
@@ -81,6 +81,9 @@ class Gemma4Decoder(Decoder):
 
 
 class Gemma4(CausalLM):
+    """Raises `ConfigError` for pipeline stages that would have to exchange per-layer inputs, or keys and values that
+    layers share."""
+
     decoder = Gemma4Decoder
     own_parts = ("model.embed_tokens_per_layer.", "model.per_layer_")
 

@@ -49,6 +49,8 @@ class V4Layer(nn.Module):
 
 
 class ClampedMLP(MLP):
+    """SwiGLU of gates clamped to at most `limit` and ups to +-`limit`: [T, E] -> [T, E]."""
+
     def __init__(self, hidden: int, intermediate: int, limit: float, build: Build) -> None:
         super().__init__(hidden, intermediate, False, build)
         self._limit = limit

@@ -37,14 +37,14 @@ for _capacity in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
 _REFERENCE_HEIGHT = 16
 HEIGHTS = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
 _PROBE_SHIFTS = (0, 1, 2, 3, 5, 11)
-# Enough for every position in a low block.
+# Rows of a probe of low blocks: enough for every position in one.
 _PROBE_ROWS = 64
 # From this many weights on, probing blocks above TALL would take too long.
 BIG_PROBE = 1 << 22
 TALL = 64
 _PACKED_ROWS = 16
 _PACKED_DTYPES = (torch.float32, torch.bfloat16)
-# That oneDNN multiplies.
+# Dtypes and shapes of packed weights that oneDNN has multiplied by.
 _MULTIPLIED: set[tuple[torch.dtype, torch.Size]] = set()
 
 
@@ -240,11 +240,11 @@ class Linear(nn.Module):
         self.weight = build.empty(out_features, in_features)
         self.bias = build.empty(out_features) if bias else None
         self._packed: Tensor | None = None
-        # Of the packed weight, for `small_gemm`.
+        # The packed weight's address, for `small_gemm`.
         self._address: int | None = None
         self._is_quantized = build.quantization is not None and build.dtype is torch.bfloat16
         self._is_widened = HAS_WIDE_PRODUCTS and build.dtype is torch.bfloat16 and build.device.type == "cpu"
-        # In a layout of our own.
+        # The weight in a layout of Baton's own.
         self._own: Int8Weight | WideWeight | None = None
         self._batch_invariant = build.batch_invariant
         self._product = invariant_product if build.batch_invariant else linear_product
@@ -263,7 +263,7 @@ class Linear(nn.Module):
 
     @property
     def operand_bytes(self) -> int:
-        """Of a row as the kernels of `in_place` read it; 0: as it is."""
+        """Bytes of a row as the kernels of `in_place` read it; 0: they read it as it is."""
         return 0 if self._own is None else self._own.operand_bytes
 
     def in_place(self) -> tuple[int, int, int] | None:

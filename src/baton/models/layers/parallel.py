@@ -17,7 +17,7 @@ from torch import Tensor
 from baton.errors import ConfigError
 from baton.models.layers.expert_parallel import ExpertRanks, Gather
 
-# To a stage; from a stage into the tensor.
+# Sends a tensor to a stage. Receives a tensor from a stage, in place.
 SendTensor = Callable[[Tensor, int], None]
 Receive = Callable[[Tensor, int], None]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-# In this order, at any place of a name.
+# Replaced in this order, at any place of a name.
 _RENAMED = tuple(
     (re.compile(pattern), name)
     for pattern, name in (

@@ -35,7 +35,7 @@ _ORDINARY: dict[str, Any] = {
 # `gguf`'s types of numbers outside blocks, and their dtypes.
 FLOATS = {0: "float32", 1: "float16", 30: "bfloat16"}
 _FLOAT32 = 0
-# For Llama 3.1 and later, whose files store only the factors.
+# Rope parameters of Llama 3.1 and later, whose files store only the factors.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 

@@ -39,6 +39,8 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
+    """`metadata`: values by key. `tensors`: by name in the file."""
+
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]

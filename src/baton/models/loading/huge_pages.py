@@ -9,7 +9,7 @@ from torch import nn
 from baton.kernels.huge_pages import move, pages_of
 from baton.models.layers.linear import Linear
 
-# Weights that the caches may hold gain little.
+# Smaller weights may stay in the caches, and gain little.
 LEAST_BYTES = 32 << 20
 
 

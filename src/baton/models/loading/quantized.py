@@ -10,7 +10,7 @@ from torch import Tensor
 from baton.errors import CheckpointError
 from baton.models.loading.schemes import Scheme
 
-# They change no weight.
+# Stored tensors that change no weight.
 _IGNORED = (
     *("input_scale", "activation_scale", "input_zero_point", "input_global_scale", "output_scale"),
     *("k_scale", "v_scale", "q_scale", "kv_scale", "k_zero_point", "v_zero_point", "q_zero_point"),

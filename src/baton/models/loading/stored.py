@@ -31,10 +31,10 @@ _NESTED = ("model.language_model.", "language_model.model.")
 # Nemotron-H's prefixes, and the usual ones.
 _BACKBONE = {"backbone.": "model.", "model.embeddings.": "model.embed_tokens.", "model.norm_f.": "model.norm."}
 _HEAD_PARTS = "lm_head."
-# In the name of a tensor of each MTP module stored as a layer.
+# A part of the name of one tensor of each MTP module that is stored as a layer.
 _MTP = ".eh_proj."
 _PARTS = ("model.embed_tokens.", "model.norm.", _HEAD_PARTS)
-# By safetensors' names.
+# Dtypes by safetensors' names.
 _DTYPES = {
     "BOOL": torch.bool,
     **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
@@ -47,7 +47,7 @@ _DTYPES = {
 }
 # Rows compared at once.
 _ROWS = 4096
-# In a log line: parts, and characters of each.
+# The most parts in a log line, and characters of each.
 _SHOWN, _MAX_CHARS = 8, 100
 
 _Config = TypeVar("_Config", bound=ModelConfig)
@@ -112,6 +112,8 @@ def stored_tensors(path: str | Path) -> dict[str, Path]:
 
 
 class StoredTensors:
+    """The tensors of all weight files. `names`: as stored; `name` gives the model's name of one."""
+
     def __init__(self, path: str | Path) -> None:
         """Raises `CheckpointError`."""
         self._path = Path(path)

@@ -13,7 +13,7 @@ from baton.observe.tracing.span import Span, SpanEvent, SpanSink, Value
 from baton.wire import LegRole, LegTimings, TokenChunk
 
 _NS = 1_000_000_000
-# Of `LegTimings`, in order.
+# Times of `LegTimings` that are events of a handoff's span, in order.
 _EVENTS = ("announced", "admitted", "registered", "first_bytes", "last_bytes", "committed")
 
 

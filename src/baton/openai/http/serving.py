@@ -38,7 +38,7 @@ def bind(host: str, port: int, shared: bool = False) -> socket.socket:
     Call it before loading anything slow.
     """
     if not host:
-        # To a socket it means all addresses.
+        # A socket would take the empty host as all addresses.
         raise ConfigError("host", "must be an address or a name; 0.0.0.0 stands for all addresses")
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET

@@ -23,6 +23,8 @@ _INCLUDED = "reasoning.encrypted_content"
 
 
 class TextFormat(msgspec.Struct, kw_only=True):
+    """`text.format`: as `response_format` of chats, flat."""
+
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None

@@ -65,6 +65,8 @@ class ChosenTool(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class CalledName:
+    """A tool as the client named it; `flat`: its name in the chat."""
+
     name: str
     namespace: str | None = None
     is_custom: bool = False

@@ -11,9 +11,9 @@ from baton.router.admission.fair_queue import FairQueue
 from baton.router.admission.tenants import Standing, Tenant
 from baton.router.workers.loads import WorkerLoads
 
-# For engines that joined.
+# Seconds between looks for room on engines that have joined.
 _LOOK_AGAIN_S = 0.25
-# For slots of other processes.
+# Seconds between looks for slots that other processes have freed.
 _LOOK_BESIDE_S = 0.01
 _ANYBODY = Standing()
 _NO_TENANTS: Mapping[str, Tenant] = {}

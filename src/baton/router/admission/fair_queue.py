@@ -70,7 +70,7 @@ class FairQueue(Generic[T]):
         self._entries[item] = standing, entry
 
     def start(self, standing: Standing, now: float) -> bool:
-        """`push` and `take`, unless one waits."""
+        """Begin a request at once. False, without changes, if others wait or its tenant has no room."""
         if self._entries:
             return False
         state = self._state(standing.tenant)

@@ -40,7 +40,7 @@ from baton.timeouts import timeout as time_limit
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, PromptIds, TokenChunk
 
 _MAX_LINE_BYTES = 2**20
-# Per entry of a prompt's logprobs.
+# The most bytes of an entry of a prompt's logprobs.
 _SCORE_BYTES = 80
 _MAX_ASK_BYTES = 2**20
 _MAX_METRICS_BYTES = 2**24
@@ -168,6 +168,8 @@ class _Answering:
 
 
 class BatonClient(EngineClient):
+    """Baton's own engines: `GenerateRequest` as JSON, and a `TokenChunk` per line."""
+
     async def info(self) -> EngineInfo:
         return await self._ask("/inference/v1/info", EngineInfo)
 

@@ -87,6 +87,8 @@ class _Event(msgspec.Struct):
 
 
 class SglangClient(EngineClient):
+    """`role`: as the operator registered the server; `info` refuses another."""
+
     has_ranks = True
 
     def __init__(self, session: aiohttp.ClientSession, url: str, timers: RouterTimers, role: Role) -> None:

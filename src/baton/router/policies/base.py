@@ -53,6 +53,8 @@ def other_load(needs: EngineNeeds, engine: PooledEngine, config: PolicyConfig) -
 
 
 class Policy(ABC):
+    """Chooses the engine of one role. `uses_prefixes`: needs to know what engines hold."""
+
     name: ClassVar[str]
     uses_prefixes: ClassVar[bool] = False
 

@@ -27,7 +27,7 @@ from baton.wire import Role
 
 logger = logging.getLogger(__name__)
 
-# Only the highest of these counts; others are added.
+# Metrics of which the highest of all processes counts; others are added.
 _HIGHEST = frozenset(
     {
         *("baton:draining", "process_start_time_seconds", "process_max_fds"),

@@ -30,7 +30,7 @@ from baton.transports.remote.lifeline import Lifeline
 from baton.transports.remote.remote_transport import RemoteTransport
 
 _LOOPBACK = "127.0.0.1"
-# The second from PyTorch 2.9 on.
+# PyTorch's variable for its allocator, and the name that it has from 2.9 on.
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _EXPANDABLE = "expandable_segments:true"
 _Bytes = Annotated[int, Meta(ge=0, lt=1 << 60)]

@@ -15,9 +15,9 @@ from baton.transports.base import ByteArray
 
 _MADV_POPULATE_WRITE = 23
 PIECE_BYTES = 4 << 20
-# Before each piece. Idle time is counted in hundredths of a second.
+# Seconds of a pause before each piece, in which cores may be idle: the system counts in hundredths.
 _PAUSE_S = 0.03
-# In a row at most without an idle core.
+# The most pauses in a row, if no core is idle.
 _MOST_PAUSES = 30
 # Releases the GIL, unlike `mmap.madvise`.
 _madvise = ctypes.CDLL(None).madvise
@@ -32,7 +32,7 @@ def populate(memory: ByteArray) -> bool:
 
 
 def idle_s() -> float:
-    """Of all cores. Without the file, as if one was."""
+    """Idle seconds of all cores since boot. If the system does not tell, one core counts as always idle."""
     try:
         with open("/proc/uptime") as file:
             return float(file.read().split()[1])

@@ -1,7 +1,6 @@
 """The thread that owns a transfer library.
 
-Peers announce over the lifeline when copies start and end, for libraries
-that need the receiver's help.
+Peers announce over the lifeline when copies start and end, for libraries that need the receiver's help.
 """
 
 from __future__ import annotations

@@ -63,6 +63,8 @@ class Batch:
 
 
 class FileOptions(StoreOptions, frozen=True, kw_only=True):
+    """`path`, `max_bytes`: of the store. `host`: the lifeline's address."""
+
     host: str = "127.0.0.1"
 
     def __post_init__(self) -> None:
@@ -71,6 +73,8 @@ class FileOptions(StoreOptions, frozen=True, kw_only=True):
 
 
 class FileLibrary(Library):
+    """`RemoteTransport` over a `FileStore`. File access runs on the library's own threads."""
+
     scheme = "file"
 
     def __init__(self, options: FileOptions) -> None:

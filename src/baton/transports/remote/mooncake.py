@@ -30,6 +30,8 @@ _MAX_PEERS = 64  # batches at a time, one per peer
 
 
 class MooncakeOptions(HostOptions, frozen=True, kw_only=True):
+    """`device`: the network card's name for `rdma`; empty: any."""
+
     protocol: Literal["tcp", "rdma"] = "tcp"
     device: str = ""
 

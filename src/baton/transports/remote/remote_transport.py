@@ -53,6 +53,8 @@ class RemoteDescriptor(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
 
 
 class HostOptions(TransportOptions, frozen=True, kw_only=True):
+    """`host`: a numeric address of this machine that peers can reach."""
+
     host: str = "127.0.0.1"
 
     def __post_init__(self) -> None:

@@ -2,8 +2,8 @@
 of tokens, with which the next begins. A pass may be an LM head.
 
 Few rows are limited by reading weights. In one region, with stages that switch in a fraction of a microsecond
-(`stages`), memory stays busy. Stages call the functions of standalone
-kernels and round at the same points: the bits are equal.
+(`stages`), memory stays busy. Stages call the functions of standalone kernels and
+round at the same points: the bits are equal.
 """
 
 from __future__ import annotations

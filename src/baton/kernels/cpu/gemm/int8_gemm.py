@@ -21,7 +21,7 @@ HAS_INT8_PRODUCTS = _PATH.runs_here
 narrow_piece, multiply_narrowed = _PATH.narrow_piece, _PATH.multiply_narrowed
 _BLOCK = CHUNKS * LANES
 _MOST = 127
-# Per thread.
+# Weights of a product, and numbers of rows to narrow, worth one more thread.
 _PARALLEL_WEIGHTS, _PARALLEL_NUMBERS = 1 << 17, 1 << 16
 _NUM_ARGUMENTS = 9
 
@@ -67,14 +67,13 @@ class Int8Weight:
 
     @property
     def addresses(self) -> tuple[int, int] | None:
-        """Of numbers and scales. None if blocks are padded."""
+        """Addresses of numbers and scales; None if blocks are padded."""
         if self.outputs % _BLOCK:
             return None
         return self._data.data_ptr(), self._scale.data_ptr()
 
     @property
     def operand_bytes(self) -> int:
-        """Of a row as kernels read it."""
         return groups_of(self.columns) * GROUP_BYTES
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:

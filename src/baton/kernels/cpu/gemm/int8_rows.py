@@ -19,13 +19,13 @@ from baton.kernels.cpu.omp import pointer
 from baton.kernels.cpu.simd import CHUNKS, LANES, folded, load_widened, splat, store
 
 GROUP = CHUNKS * LANES
-# Per piece of work.
+# Rows of a piece of work.
 _ROWS_AT_ONCE = 16
-# After the numbers: float32, and minus their sum in int32.
+# Offsets after a group's numbers: its scale in float32, and minus their sum in int32.
 SCALE_AT = 2 * GROUP
 SUM_AT = SCALE_AT + 4
 GROUP_BYTES = SUM_AT + 4
-# With a normal factor.
+# The least exponent whose factor is a normal number, and bits of bfloat16 and float32.
 _LEAST_EXPONENT, _INFINITE, _NAN = 14, 0xFF, 0x7FC00000
 _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _BYTES, _WORDS = ir.VectorType(_I8, LANES), ir.VectorType(_I32, LANES)

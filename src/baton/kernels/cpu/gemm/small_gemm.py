@@ -24,11 +24,11 @@ from baton.kernels.cpu.jit_cache import jit
 from baton.kernels.cpu.omp import Kernel, arguments, take, threads_for
 from baton.kernels.cpu.simd import CHUNKS, LANES, cgutils, prefetch
 
-# Above, oneDNN is as fast.
+# With more rows oneDNN is as fast.
 MAX_ROWS = 64
 _BLOCK = CHUNKS * LANES
 _ROW_BYTES = 4 * _BLOCK
-# Weights per thread.
+# Weights worth one more thread.
 _PARALLEL_WEIGHTS = 1 << 16
 # Columns that oneDNN sums per span: for weights of at most 1,024 columns, and for wider ones.
 _SPANS = (512, 1024)

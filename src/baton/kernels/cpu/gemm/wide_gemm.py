@@ -27,17 +27,17 @@ from baton.kernels.cpu.simd import CHUNKS, LANES, cgutils, fma, has_features, lo
 
 HAS_WIDE_PRODUCTS = not HAS_BF16_PAIRS and has_features("avx2", "fma")
 _BLOCK = CHUNKS * LANES
-# Of 16 outputs, at a time: the sums of 6 rows fill 12 of 16 registers, or with AVX-512 12 of 32 that are twice as wide.
+# Chunks of 16 outputs at a time: the sums of 6 rows fill 12 of 16 registers, or with AVX-512 12 of 32 twice as wide.
 _CHUNKS_OF_6, _CHUNKS_OF_4 = (2, 2) if has_features("avx512f") else (1, 1)
 # A step is a pair of columns of 16 outputs.
 _STEP_BYTES = 4 * LANES
 BF16 = np.uint16(0)
 _WIDE_BYTES, _NARROW_BYTES = 4, 2
-# That are widened at a time.
+# Rows that are widened at a time.
 _MOST_ROWS = 512
-# Of them, per piece of work.
+# Rows of a piece of work.
 _ROWS_AT_ONCE = 16
-# Per thread.
+# Weights of a product, and numbers of rows to widen, worth one more thread.
 _PARALLEL_WEIGHTS, _PARALLEL_NUMBERS = 1 << 16, 1 << 16
 _NUM_ARGUMENTS = 8
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
@@ -184,12 +184,11 @@ class WideWeight:
 
     @property
     def addresses(self) -> tuple[int, int] | None:
-        """Of numbers and scales, which there are none of (0). None if blocks are padded."""
+        """Addresses of numbers and scales (0: there are none); None if blocks are padded."""
         return None if self.outputs % _BLOCK else (self._data.data_ptr(), 0)
 
     @property
     def operand_bytes(self) -> int:
-        """Of a row as kernels read it."""
         return self.columns * _WIDE_BYTES
 
     def multiply(self, x: Tensor, bias: Tensor | None, first: int = 0) -> Tensor:

@@ -91,6 +91,8 @@ class KimiLinear(Deepseek):
 
 
 class UnrotatedAttention(LatentAttention):
+    """Latent attention without positions: the rope parts of queries and keys stay as they are."""
+
     def _rotated(self, ropes: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
         return ropes
 
