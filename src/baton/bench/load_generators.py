@@ -96,12 +96,12 @@ def _guidellm(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[
     _refuse("guidellm", settings, defaults, (*_OURS, "num_warmups", "api_key", "seed"))
     many, rate = settings["max_concurrency"], settings["request_rate"]
     if settings["ignore_eos"]:
-        raise ConfigError("ignore_eos", "guidellm asks for it by itself")
+        raise ConfigError("ignore_eos", "must be left out: guidellm always sets it")
     limit = "" if many is None else f",max_concurrency={many}"
     if math.isfinite(rate):
         kind = "constant" if math.isinf(settings["burstiness"]) else "poisson"
         if kind == "poisson" and settings["burstiness"] != 1.0:
-            raise ConfigError("burstiness", "guidellm has 1 and inf alone")
+            raise ConfigError("burstiness", "must be 1 or inf with --tool guidellm")
         profile = f"kind={kind},rate={rate:g}{limit}"
     else:
         profile = f"kind=throughput{limit}" if many is None else f"kind=concurrent,streams={many}"
@@ -109,7 +109,7 @@ def _guidellm(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[
     data = f"kind=synthetic_text,prompt_tokens={prompt},output_tokens={output}"
     if prefix:
         field = "random_prefix_len" if settings["dataset_name"] == "random" else "dataset_name"
-        raise ConfigError(field, "prompts that share a prefix cannot be told to guidellm")
+        raise ConfigError(field, "--tool guidellm has no prompts that share a prefix")
     backend = f"kind=openai_http,target={settings['base_url']},request_format=/v1/completions"
     if settings["model"] is not None:
         backend += f",model={settings['model']}"
@@ -152,7 +152,7 @@ def _aiperf(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[st
 def _lengths(tool: LoadTool, settings: Mapping[str, Any]) -> tuple[int, int, int, int]:
     """Tokens of a prompt after its prefix, of an answer and of a prefix, and the number of prefixes."""
     if settings["random_range_ratio"]:
-        raise ConfigError("random_range_ratio", f"{tool} has no uniform lengths")
+        raise ConfigError("random_range_ratio", f"must be 0 with --tool {tool}, which has no uniform lengths")
     if settings["dataset_name"] == "random":
         names = ("random_input_len", "random_output_len", "random_prefix_len")
         prompt, output, prefix = (settings[name] for name in names)
@@ -165,7 +165,7 @@ def _lengths(tool: LoadTool, settings: Mapping[str, Any]) -> tuple[int, int, int
 def _refuse(tool: LoadTool, settings: Mapping[str, Any], defaults: Mapping[str, Any], names: tuple[str, ...]) -> None:
     for name in names:
         if settings[name] != defaults[name]:
-            raise ConfigError(name, f"cannot be told to {tool}")
+            raise ConfigError(name, f"is not supported with --tool {tool}")
 
 
 def _flag(name: str) -> str:

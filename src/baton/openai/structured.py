@@ -61,7 +61,7 @@ def structured_params(
         field = _SCHEMA
         schema = form.json_schema.schema if form.json_schema is not None else None
         if schema is None:
-            raise RequestError(f"{field} is needed where response_format.type is json_schema", field)
+            raise RequestError(f"{field} is required if response_format.type is json_schema", field)
         params = StructuredOutputsParams(json=_text(schema))
     try:
         params.check()

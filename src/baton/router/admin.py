@@ -44,7 +44,9 @@ class Admin:
         if origin is not None and origin != f"{request.scheme}://{request.host}":
             raise ForbiddenError("administration is not for other servers' web pages")
         if not self._is_own(request.host):
-            raise ForbiddenError("administration is not for this Host")
+            raise ForbiddenError(
+                "the Host header is no address or name of this router: use its address, or start it with --host NAME"
+            )
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         given = token.strip().encode("utf-8", "surrogateescape")
         if scheme.lower() != "bearer" or not hmac.compare_digest(given, self._token.encode()):
@@ -72,5 +74,5 @@ def admin_token(path: str | None) -> str | None:
         content = own_secret(Path(path), field, lambda: secrets.token_urlsafe(32).encode() + b"\n")
         token = content.decode(errors="replace").strip()
     if token is not None and len(token) < _MIN_TOKEN_CHARS:
-        raise ConfigError(field, f"a token has at least {_MIN_TOKEN_CHARS} characters")
+        raise ConfigError(field, f"must have at least {_MIN_TOKEN_CHARS} characters")
     return token

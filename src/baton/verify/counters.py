@@ -72,7 +72,7 @@ async def read_settled(client: OpenAIClient, urls: Sequence[str]) -> Acceptance:
         before, counts = counts, await read_counters(client, urls)
         if counts == before:
             return counts
-    raise ProtocolError("the counters do not stand still: the engines have other requests")
+    raise ProtocolError("the counters keep changing: other requests run on these engines")
 
 
 async def read_handed_back(client: OpenAIClient) -> int:

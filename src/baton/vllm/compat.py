@@ -61,15 +61,17 @@ def check_config(config: Any) -> None:
     for kind in ("prefill_context", "decode_context"):
         name = f"{kind}_parallel_size"
         if (ranks := getattr(parallel, name)) != 1:
-            raise ConfigError(name, f"BatonConnector hands off between engines without ranks of this kind, got {ranks}")
+            raise ConfigError(name, f"must be 1: BatonConnector does not hand off such ranks, got {ranks}")
     for kind in ("tensor", "pipeline", "data"):
         name = f"{kind}_parallel_size"
         if (ranks := getattr(parallel, name)) != 1 and check_version() not in WITH_RANKS:
-            raise ConfigError(name, f"BatonConnector knows several ranks with vLLM {_RANKED}, got {ranks}")
+            raise ConfigError(name, f"BatonConnector supports several ranks with vLLM {_RANKED}, got {ranks}")
     if parallel.pipeline_parallel_size != 1 and speculative is not None:
-        raise ConfigError("speculative_config", "pipeline stages are handed off without speculation")
+        raise ConfigError(
+            "speculative_config", "must be left out with pipeline stages: BatonConnector does not hand off both"
+        )
     if data_parallel_rank(config) is not None and check_version() not in WITH_RANKS:
-        raise ConfigError("data_parallel_size", f"BatonConnector knows data-parallel ranks with vLLM {_RANKED}")
+        raise ConfigError("data_parallel_size", f"BatonConnector supports data-parallel ranks with vLLM {_RANKED}")
     if config.model_config.enable_sleep_mode:
         raise ConfigError("enable_sleep_mode", "the memory that peers have opened would be another's after a sleep")
     _check_device(config)
@@ -170,7 +172,7 @@ def steps_in_turn(config: Any) -> bool:
 
 
 def request_queue() -> queue.Queue[Any] | None:
-    """That of the engine core that is being made."""
+    """The queue of requests of the engine core that is being made; None if there is no such core."""
     from vllm.v1.engine.core import EngineCoreProc
 
     frame = inspect.currentframe()
@@ -237,7 +239,7 @@ def steps_alone(config: Any) -> bool:
 
 
 def data_parallel_rank(config: Any) -> int | None:
-    """If several engines share one address; None if this one has its own."""
+    """This engine's rank, if several share one address; None if it has its own."""
     parallel = config.parallel_config
     # Without experts vLLM resets the sizes to 1, and only the engine id contains the rank.
     rank = int(getattr(parallel, "data_parallel_index", 0))

@@ -194,14 +194,14 @@ def _check(dataset: DatasetOptions, traffic: TrafficOptions, report: ReportOptio
     if not 0.0 < traffic.request_timeout_s < math.inf:
         raise ConfigError("request_timeout_s", f"must be above 0 and finite, got {traffic.request_timeout_s}")
     if not report.save_result and (report.save_detailed or report.result_dir or report.result_filename):
-        raise ConfigError("save_result", "nothing is written without it")
+        raise ConfigError("save_result", "is required with save_detailed, result_dir or result_filename")
     if traffic.sweep is None:
         for field, value in (("sweep_duration_s", traffic.sweep_duration_s), ("plot", report.plot)):
             if value is not None:
-                raise ConfigError(field, "is of a sweep: give --sweep")
+                raise ConfigError(field, "is only for a sweep: give --sweep")
         return [traffic]
     if math.isfinite(traffic.request_rate):
-        raise ConfigError("request_rate", "--sweep has the rates")
+        raise ConfigError("request_rate", "must be left out with --sweep, which gives the rates")
     try:
         rates = [float(part) for part in traffic.sweep.split(",")]
     except ValueError:

@@ -59,7 +59,7 @@ def model_groups(config: EngineConfig, model: CausalLM, drafter: Drafter | None)
         if group.kind == "state" and (named := sizes.keys() & {group.name, group.kind} - {group.owner}):
             raise ConfigError("block_size", f"{min(named)!r}: states have no tokens to a page; see --mamba-block-size")
     known = {name for group in groups if group.kind != "state" for name in _names(group)}
-    # Without pages, the size for all groups applies to none.
+    # The empty name is the size for all groups; a model of states alone has no group that it applies to.
     if unknown := sizes.keys() - known - {""}:
         there = ", ".join(sorted(known)[1:]) or "none with pages"
         raise ConfigError("block_size", f"there is no group {min(unknown)!r}; there are {there}")
@@ -114,7 +114,9 @@ def kv_memory(
     `max_position` (the context): the checkpoint's. Raises `ConfigError`, `TransportError`.
     """
     if config.max_model_len is not None and config.max_model_len > max_position:
-        raise ConfigError("max_model_len", f"must be at most the checkpoint's {max_position}")
+        raise ConfigError(
+            "max_model_len", f"must be at most the checkpoint's {max_position}, got {config.max_model_len}"
+        )
     parts = [parts_of(whole, config, num_layers, rank) for rank in range(config.num_ranks)]
     # All ranks have the same number of pages: divide memory by the largest.
     held = [[group for group, _ in part] for part in parts]

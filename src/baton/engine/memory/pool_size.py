@@ -140,9 +140,12 @@ def pool_size(
     if config.kv_cache_memory is not None:
         num_bytes = config.kv_cache_memory
         if now.shm_free is not None and num_bytes > now.shm_free:
-            raise ConfigError("kv_cache_memory", f"is {num_bytes} bytes, and {SHM_DIR} has {now.shm_free} left")
+            raise ConfigError(
+                "kv_cache_memory",
+                f"is {num_bytes} bytes, and {SHM_DIR} has {now.shm_free} left: lower it, or enlarge {SHM_DIR}",
+            )
         if num_bytes > now.free:
-            raise ConfigError("kv_cache_memory", f"is {num_bytes} bytes, and {now.free} are free")
+            raise ConfigError("kv_cache_memory", f"is {num_bytes} bytes, and {now.free} are free: lower it")
     else:
         usual = demand.request_bytes(context // USED_CONTEXT + num_lookahead_slots)
         used = max(bytes_for(context), config.max_num_seqs * usual)
@@ -175,8 +178,8 @@ def _share(config: EngineConfig, before: Memory, now: Memory) -> int:
 
 
 def _host_free(root: Path = Path("/sys/fs/cgroup"), process: Path = Path("/proc/self/cgroup")) -> int:
-    """Available bytes, within the limits of this process's cgroups. Their usage includes cached files,
-    such as checkpoints, which count as free.
+    """Available bytes, within the limits of this process's cgroups. Their usage includes cached files, such
+    as checkpoints, which count as free.
     """
     lines = Path("/proc/meminfo").read_text().splitlines()
     sizes = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}

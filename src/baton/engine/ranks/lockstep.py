@@ -72,7 +72,9 @@ class WakeSockets:
             self._socket.bind(self._path(rank))
         except OSError as error:
             self._socket.close()
-            raise ConfigError("data_parallel_store", f"{directory} has no room for rank {rank}: {error}") from None
+            raise ConfigError(
+                "data_parallel_store", f"cannot make the socket of rank {rank} in {directory}: {error}"
+            ) from None
 
     def _path(self, rank: int) -> str:
         return str(self._directory / f"bell-{rank}")

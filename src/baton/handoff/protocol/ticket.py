@@ -85,7 +85,9 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         Raises `EngineUnavailableError` for an engine that takes no handoffs.
         """
         if not (prefill.control_addresses and decode.control_addresses):
-            raise EngineUnavailableError("an engine of the pair has no control address")
+            raise EngineUnavailableError(
+                f"engine {(decode if prefill.control_addresses else prefill).engine_id} has no control address"
+            )
         return cls(
             transfer_id=transfer_id or new_transfer_id(),
             prefill_engine=prefill.engine_id,

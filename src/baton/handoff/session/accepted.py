@@ -46,7 +46,7 @@ class AcceptedConnections:
             self._unproven = {key: other for key, other in self._unproven.items() if not other.proven}
             if self._is_full():
                 if not self._unproven:
-                    raise ProtocolError("too many sessions")
+                    raise ProtocolError(f"{len(self._all)} engines have sessions here, and no more fit")
                 gone.append(next(iter(self._unproven.values())))
                 self.evicted += 1
         for connection in gone:

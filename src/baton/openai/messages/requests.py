@@ -169,5 +169,5 @@ def _tool_choice(choice: AnthropicToolChoice | None) -> ToolChoice | None:
     if choice.type != "tool":
         return choice.type
     if choice.name is None:
-        raise RequestError("tool_choice.name is needed where tool_choice.type is tool", "tool_choice.name")
+        raise RequestError("tool_choice.name is required if tool_choice.type is tool", "tool_choice.name")
     return NamedChoice(function=FunctionName(name=choice.name))

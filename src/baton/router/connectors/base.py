@@ -102,7 +102,7 @@ class Connector(ABC):
         """Raise `RequestError` for an unsupported parameter. Seed None: not given."""
         for name, neutral in _NOT_SEEDED.items():
             if self.config.seed_first_token and getattr(params, name) != neutral:
-                raise RequestError(f"{name} cannot be had here: this router runs with --seed-first-token", name)
+                raise RequestError(f"{name} is not supported by this router, which runs with --seed-first-token", name)
 
     def can_resume(self, params: SamplingParams) -> bool:
         """Whether another attempt can continue without changing tokens."""

@@ -55,7 +55,7 @@ class SglangConnector(Connector):
         super().check(params)
         for name, neutral in _NEUTRAL.items():
             if getattr(params, name) != neutral:
-                raise RequestError(f"{name} cannot be had over SGLang servers", name)
+                raise RequestError(f"{name} is not supported over SGLang servers", name)
 
     def can_resume(self, params: SamplingParams) -> bool:
         """SGLang's penalties and seeds count from the end of the prompt that it was sent."""

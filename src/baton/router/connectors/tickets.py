@@ -20,9 +20,11 @@ def mint_ticket(
     """
     p, d = prefill.info, decode.info
     if config.ticket_key is None:
-        raise EngineUnavailableError("the router has no ticket key, and so cannot hand off")
+        raise EngineUnavailableError("the router has no ticket key: start it with --ticket-key-file or --keys")
     if p is None or d is None:
-        raise EngineUnavailableError("an engine of the pair is not known any more")
+        raise EngineUnavailableError(
+            f"{prefill.url if p is None else decode.url} has not told its identity since it was lost"
+        )
     # Each engine's clock is extrapolated from its last answer; the travel time only shortens the ticket's life.
     now, life_s = asyncio.get_running_loop().time(), config.ticket_life_s
     expiries = (p.clock + now - prefill.answered + life_s, d.clock + now - decode.answered + life_s)

@@ -44,7 +44,9 @@ class VllmConnector(Connector):
     def check(self, params: SamplingParams) -> None:
         super().check(params)
         if params.prompt_logprobs is not None:
-            raise RequestError("a prompt's scores cannot be had here: ask a vLLM server itself", "prompt_logprobs")
+            raise RequestError(
+                "prompt_logprobs is not supported by this router: send the request to a vLLM server", "prompt_logprobs"
+            )
 
     def can_resume(self, params: SamplingParams) -> bool:
         return can_resume(params)
