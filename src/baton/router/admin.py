@@ -45,7 +45,8 @@ class Admin:
             raise ForbiddenError("administration is not for other servers' web pages")
         if not self._is_own(request.host):
             raise ForbiddenError(
-                "the Host header is no address or name of this router: use its address, or start it with --host NAME"
+                "the Host header names neither an address nor the host of this router: use its address,"
+                " or start it with --host NAME"
             )
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         given = token.strip().encode("utf-8", "surrogateescape")

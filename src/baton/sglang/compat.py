@@ -43,11 +43,11 @@ def check_server(server: Any, parallel: Any) -> None:
         if (size := int(getattr(parallel, name, 1) or 1)) != 1:
             raise ConfigError(name, f"the plug-in hands off between servers without ranks of this kind, got {size}")
     if server.device not in ("cpu", "cuda"):
-        raise ConfigError("device", f"the plug-in knows CPUs and CUDA devices, got {server.device}")
+        raise ConfigError("device", f"the plug-in supports CPUs and CUDA devices, got {server.device}")
     if (method := server.speculative_algorithm) not in (None, *DRAFT_METHODS):
-        raise ConfigError("speculative_algorithm", f"the plug-in knows {', '.join(DRAFT_METHODS)}, got {method}")
+        raise ConfigError("speculative_algorithm", f"the plug-in supports {', '.join(DRAFT_METHODS)}, got {method}")
     if server.enable_multi_layer_eagle:
-        raise ConfigError("enable_multi_layer_eagle", "the plug-in knows drafters of one module")
+        raise ConfigError("enable_multi_layer_eagle", "the plug-in supports drafters of one module")
     if server.enable_pd_role_switch:
         raise ConfigError("enable_pd_role_switch", "a ticket names the role in which a server was registered")
     if server.disaggregation_decode_allocation_policy != "early":

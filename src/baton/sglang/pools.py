@@ -82,9 +82,9 @@ def _attention(
     """Buffers of K, then of V, or of latents, layer by layer. `window`: as in `Rules`."""
     tensors = {"MHATokenToKVPool": ("k", "v"), "MLATokenToKVPool": ("kv",), "DSATokenToKVPool": ("kv",)}
     if (names := tensors.get(type(pool).__name__)) is None:
-        raise ConfigError("model", f"the plug-in does not know the {owner}'s KV pool {type(pool).__name__}")
+        raise ConfigError("model", f"the plug-in does not support the {owner}'s KV pool {type(pool).__name__}")
     if (layout := getattr(pool, "kv_cache_layout", "nhd")) != "nhd":
-        raise ConfigError("kv_cache_layout", f"the plug-in knows KV by token, then head, got {layout}")
+        raise ConfigError("kv_cache_layout", f"the plug-in supports KV by token, then head, got {layout}")
     latent = names == ("kv",)
     num_layers, kv_buffers = len(places) // len(names), []
     for entry, place in enumerate(places):
@@ -103,7 +103,7 @@ def _attention(
 def _index(places: Sequence[_Place], pool: Any, owner: Owner) -> list[KvBuffer]:
     """Sparse attention's index keys: in a page all keys, then all scales."""
     if places and (int(pool.index_kpool) != 1 or any(pool.skip_topk_layers)):
-        raise ConfigError("model", "the plug-in knows sparse attention with a key per token in each layer")
+        raise ConfigError("model", "the plug-in supports sparse attention with a key per token in each layer")
     kv_buffers = []
     for layer, place in enumerate(places):
         dim = int(pool.index_head_dim)

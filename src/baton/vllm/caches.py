@@ -50,7 +50,7 @@ def _kind(spec: Any) -> tuple[Kind, int | None, int]:
 
     if isinstance(spec, kv.MambaSpec):
         if spec.mamba_cache_mode != "none":
-            raise ConfigError("mamba_cache_mode", f"BatonConnector knows 'none', got {spec.mamba_cache_mode!r}")
+            raise ConfigError("mamba_cache_mode", f"BatonConnector supports 'none', got {spec.mamba_cache_mode!r}")
         return "state", None, 1
     version = getattr(spec, "model_version", None)
     kinds: dict[type, Kind] = {
@@ -61,9 +61,9 @@ def _kind(spec: Any) -> tuple[Kind, int | None, int]:
     }
     if type(spec) not in kinds or version:
         name = f"{version} {type(spec).__name__}" if version else type(spec).__name__
-        raise ConfigError("model", f"BatonConnector does not know a cache of {name}")
+        raise ConfigError("model", f"BatonConnector does not support a cache of {name}")
     if (tokens := getattr(spec, "tokens_per_state", 1)) != 1:
-        raise ConfigError("model", f"BatonConnector knows caches of one entry a token, got one for {tokens} tokens")
+        raise ConfigError("model", f"BatonConnector supports caches of one entry a token, got one for {tokens} tokens")
     kind = kinds[type(spec)]
     return kind, spec.sliding_window if kind == "sliding_window" else None, spec.block_size
 

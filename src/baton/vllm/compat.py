@@ -77,7 +77,7 @@ def check_config(config: Any) -> None:
     _check_device(config)
     if speculative is not None and speculative.method not in DRAFT_METHODS:
         known = ", ".join(DRAFT_METHODS)
-        raise ConfigError("speculative_config", f"BatonConnector knows {known}, got {speculative.method!r}")
+        raise ConfigError("speculative_config", f"BatonConnector supports {known}, got {speculative.method!r}")
     if speculative is not None and speculative.use_multi_module_mtp():
         _check_modules(config)
     if speculative is not None:
@@ -207,9 +207,9 @@ def _check_device(config: Any) -> None:
     if getattr(config.cache_config, "calculate_kv_scales", False):
         raise ConfigError("calculate_kv_scales", "engines that compute the scales of their FP8 KV have other scales")
     if device not in ("cpu", "cuda"):
-        raise ConfigError("device", f"BatonConnector knows CPUs and CUDA devices, got {device}")
+        raise ConfigError("device", f"BatonConnector supports CPUs and CUDA devices, got {device}")
     if device == "cuda" and dtype not in _ROWS:
-        raise ConfigError("kv_cache_dtype", f"BatonConnector knows {', '.join(_ROWS)} on GPUs, got {dtype!r}")
+        raise ConfigError("kv_cache_dtype", f"BatonConnector supports {', '.join(_ROWS)} on GPUs, got {dtype!r}")
 
 
 def num_target_layers(config: Any) -> int:

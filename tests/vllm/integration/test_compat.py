@@ -75,7 +75,7 @@ def test_each_kind_of_cache_is_moved_or_refused_by_name() -> None:
     for spec, (kind, window, block_size) in MOVED.values():
         assert tables_of(spec) == [CacheTable(0, kind, window, block_size, ("model.layers.0.attn",))]
     for name, spec in REFUSED.items():
-        with pytest.raises(ConfigError, match=f"does not know a cache of {name}$"):
+        with pytest.raises(ConfigError, match=f"does not support a cache of {name}$"):
             tables_of(spec)
 
 
@@ -91,7 +91,7 @@ def test_what_a_known_kind_holds_otherwise_is_refused() -> None:
     full, latent = MOVED["FullAttentionSpec"][0], MOVED["MLAAttentionSpec"][0]
     with pytest.raises(ConfigError, match="got one for 4 tokens"):
         tables_of(dataclasses.replace(latent, tokens_per_state=4))
-    with pytest.raises(ConfigError, match="does not know a cache of deepseek_v4 MLAAttentionSpec"):
+    with pytest.raises(ConfigError, match="does not support a cache of deepseek_v4 MLAAttentionSpec"):
         tables_of(dataclasses.replace(latent, model_version="deepseek_v4"))
     with pytest.raises(ConfigError, match=r"mamba_cache_mode.*'all'"):
         tables_of(dataclasses.replace(MOVED["MambaSpec"][0], mamba_cache_mode="all"))
