@@ -42,21 +42,21 @@ class MistralParser(MarkedParser):
             self._where = "call"
             return rest[1:]
         name = _NAME.match(rest)
-        behind = rest[name.end() :] if name else ""
-        if not rest or rest == "[" or (name and any(_begins(marker, behind) for marker in (_CALL_ID, _ARGS))):
+        after = rest[name.end() :] if name else ""
+        if not rest or rest == "[" or (name and any(_begins(marker, after) for marker in (_CALL_ID, _ARGS))):
             return None
-        if (given := _ID.match(behind)) is not None:
-            behind = behind[given.end() :]
-            if _begins(_ARGS, behind):
+        if (given := _ID.match(after)) is not None:
+            after = after[given.end() :]
+            if _begins(_ARGS, after):
                 return None
-        behind = behind.removeprefix(_ARGS).lstrip()
-        if name and (not behind or behind.startswith("{")):
-            if not behind:
+        after = after.removeprefix(_ARGS).lstrip()
+        if name and (not after or after.startswith("{")):
+            if not after:
                 return None
             self._content.call()
             events.append(CallDelta(self._calls.count, name.group(), ""))
             self._value, self._where = JsonValue(), "arguments"
-            return behind
+            return after
         events += self._content.push(_OPEN)
         self._where = "words"
         return text

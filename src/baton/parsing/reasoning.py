@@ -20,7 +20,7 @@ class ThinkParser:
         self._held = ""
 
     def push(self, text: str) -> list[ParsedEvent]:
-        if self._where == "behind":
+        if self._where == "after":
             return self._rest.push(text)
         text, self._held = self._held + text, ""
         if self._where == "start":
@@ -29,7 +29,7 @@ class ThinkParser:
                 self._held = text
                 return []
             if not lead.startswith(_OPEN) and not self._begun:
-                self._where = "behind"
+                self._where = "after"
                 return self._rest.push(text)
             # The model may write `<think>` again after a prompt that ends with it.
             self._where, text = "inside", lead.removeprefix(_OPEN) if lead.startswith(_OPEN) else text
@@ -41,7 +41,7 @@ class ThinkParser:
             if not found:
                 self._held = text
                 return events
-            self._where = "behind"
+            self._where = "after"
             if found != _CLOSE:
                 text = found + text
             events += self._rest.push(text)
