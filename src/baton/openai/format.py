@@ -127,20 +127,20 @@ def is_visible(plan: Plan, delta: Delta) -> bool:
 
 
 def _finish_reason(plan: Plan, output: ChoiceOutput, reason: FinishReason | None) -> str | None:
-    return "tool_calls" if reason == "stop" and output.calls and plan.returns_calls else reason
+    return "tool_calls" if reason == "stop" and output.parsed.calls and plan.returns_calls else reason
 
 
 def _message(plan: Plan, output: ChoiceOutput) -> Json:
     if plan.reader is None:
         return {"content": output.text}
-    message: Json = {"content": output.content or (None if output.calls else "")}
-    if plan.returns_reasoning and output.reasoning:
+    message: Json = {"content": output.parsed.content or (None if output.parsed.calls else "")}
+    if plan.returns_reasoning and output.parsed.reasoning:
         # Names of DeepSeek and of vLLM.
-        message["reasoning_content"] = message["reasoning"] = output.reasoning
-    if output.calls:
+        message["reasoning_content"] = message["reasoning"] = output.parsed.reasoning
+    if output.parsed.calls:
         message["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in output.calls
+            for call in output.parsed.calls
         ]
     return message
 
@@ -160,7 +160,7 @@ def _delta(plan: Plan, delta: Delta, output: ChoiceOutput) -> Json:
         else:
             call = calls.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
             if event.name is not None:
-                call |= {"id": output.calls[event.index].id, "type": "function"}
+                call |= {"id": output.parsed.calls[event.index].id, "type": "function"}
                 call["function"] = {"name": event.name, "arguments": call["function"]["arguments"]}
             call["function"]["arguments"] += event.arguments
     return fields | ({"tool_calls": list(calls.values())} if calls else {})

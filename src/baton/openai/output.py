@@ -40,16 +40,52 @@ class Times(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Call:
-    """A tool call so far. `id` is generated here."""
+    """A tool call. `id` is generated here."""
 
     id: str
     name: str
     arguments: str = ""
 
 
+class ParsedAnswer:
+    """What one choice's parser has found."""
+
+    def __init__(self, parser: Parser | None) -> None:
+        self._parser = parser
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self.calls: list[Call] = []
+
+    @property
+    def content(self) -> str:
+        return "".join(self._content)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self._reasoning)
+
+    def push(self, text: str, is_last: bool) -> list[ParsedEvent]:
+        if self._parser is None:
+            return []
+        events = self._parser.push(text) if text else []
+        events += self._parser.finish() if is_last else []
+        for event in events:
+            self._found(event)
+        return events
+
+    def _found(self, event: ParsedEvent) -> None:
+        if isinstance(event, Content):
+            self._content.append(event.text)
+        elif isinstance(event, Reasoning):
+            self._reasoning.append(event.text)
+        else:
+            if event.index == len(self.calls):
+                self.calls.append(Call(_call_id(), event.name or ""))
+            self.calls[event.index].arguments += event.arguments
+
+
 class ChoiceOutput:
-    """The growing output of one `GenerateRequest`. `content`, `reasoning` and `calls`: with a `parser`. `times` and
-    `route` (the backend's reason) are set at the end."""
+    """The growing output of one `GenerateRequest`. `times` and `route` (the backend's reason) are set at the end."""
 
     def __init__(
         self,
@@ -61,10 +97,7 @@ class ChoiceOutput:
     ) -> None:
         """`stop` None: the request's own stop strings (legs have none). `spelt`: special tokens that are text even if
         others are skipped."""
-        self._parser = parser
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self.calls: list[Call] = []
+        self.parsed = ParsedAnswer(parser)
         params = request.sampling_params
         self._params = params
         hides = params.skip_special_tokens
@@ -90,14 +123,6 @@ class ChoiceOutput:
     @property
     def text(self) -> str:
         return "".join(self._pieces)
-
-    @property
-    def content(self) -> str:
-        return "".join(self._content)
-
-    @property
-    def reasoning(self) -> str:
-        return "".join(self._reasoning)
 
     def push(self, chunk: TokenChunk) -> Delta:
         """No chunk may follow a delta with `finish_reason`. Raises the `BatonError` of an error chunk."""
@@ -158,25 +183,11 @@ class ChoiceOutput:
 
     def _add(self, delta: Delta) -> None:
         self._pieces.append(delta.text)
-        if self._parser is not None:
-            delta.events = self._parser.push(delta.text) if delta.text else []
-            delta.events += self._parser.finish() if delta.finish_reason is not None else []
-            for event in delta.events:
-                self._found(event)
+        delta.events = self.parsed.push(delta.text, delta.finish_reason is not None)
         self.token_ids += delta.token_ids
         self.text_offsets += delta.text_offsets
         self.logprobs += delta.logprobs
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-
-    def _found(self, event: ParsedEvent) -> None:
-        if isinstance(event, Content):
-            self._content.append(event.text)
-        elif isinstance(event, Reasoning):
-            self._reasoning.append(event.text)
-        else:
-            if event.index == len(self.calls):
-                self.calls.append(Call(_call_id(), event.name or ""))
-            self.calls[event.index].arguments += event.arguments
 
 
 def _call_id() -> str:

@@ -40,7 +40,7 @@ class Blocks:
         output = self._output
         if output.finish_reason == "length":
             return "max_tokens", None
-        calls = output.calls
+        calls = output.parsed.calls
         # A stop string may have cut off the last call.
         if isinstance(output.stop_reason, str) and not (calls and _object(calls[-1].arguments) is not None):
             return "stop_sequence", output.stop_reason
@@ -57,7 +57,7 @@ class Blocks:
     def _call(self, index: int, arguments: str) -> Iterator[Json]:
         if self._growing != index:
             yield from self._stop()
-            call = self._output.calls[index]
+            call = self._output.parsed.calls[index]
             yield self._start({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
             self._growing, self._arguments = index, ""
         if arguments:

@@ -116,9 +116,9 @@ def _response(asked: ResponsePlan, items: Items, output: ChoiceOutput | None) ->
 
 
 def _usage(plan: Plan, output: ChoiceOutput) -> Json:
-    """Reasoning tokens are counted by tokenising the reasoning, since the parser works on text."""
+    """Reasoning tokens are counted by tokenising the reasoning, since parsers work on text."""
     counted = usage(plan, [output])
-    reasoning = output.reasoning
+    reasoning = output.parsed.reasoning
     num_reasoning = len(plan.model.tokenizer.encode(reasoning, False)) if reasoning else 0
     return {
         "input_tokens": counted.prompt_tokens,

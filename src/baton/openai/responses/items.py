@@ -78,7 +78,7 @@ class Items:
             yield {"type": "response.function_call_arguments.delta", **self._place(), "delta": arguments}
 
     def _begin_call(self, index: int) -> Json:
-        call = self._output.calls[index]
+        call = self._output.parsed.calls[index]
         called = self._names.get(call.name) or CalledName(call.name)
         item: Json = {"call_id": call.id, "name": called.name}
         if called.namespace is not None:
