@@ -40,7 +40,7 @@ class RequiredParser:
 
 
 class NamedParser:
-    """Only the arguments of one function."""
+    """The answer is one function's arguments."""
 
     def __init__(self, name: str) -> None:
         self._name: str | None = name

@@ -121,7 +121,7 @@ def require_keys(uri: str, has_keys: bool, field: str) -> None:
 
 
 def built_in_transports(device: str) -> list[str]:
-    """Those that open memory of `device`: cpu, cuda or cuda:N."""
+    """Schemes that open memory of `device`: cpu, cuda or cuda:N."""
     return [scheme for scheme, one in _BUILT_IN.items() if device.partition(":")[0] in one.opens]
 
 

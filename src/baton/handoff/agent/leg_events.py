@@ -82,7 +82,7 @@ class Agent(ABC):
         self.post(key, ev.Declared(prompt_len, copy_tables(pages), dict(final)))
 
     def stream_layers(self, key: AttemptKey, event: ev.LayersWritten | ev.LayersWithdrawn) -> None:
-        """Of every rank that has the layers. `declare_final` follows the forward."""
+        """Layers that every rank with them has written. `declare_final` follows the forward."""
         self.post(key, event)
 
     def finish_prefill(self, key: AttemptKey, seeds: Seeds, finished: bool, final: dict[str, int]) -> None:

@@ -13,12 +13,12 @@ _IDS = random.Random()
 
 
 def new_trace_id() -> int:
-    """Not all zero."""
+    """Never 0."""
     return _IDS.getrandbits(128) | 1
 
 
 def new_span_id() -> int:
-    """Not all zero."""
+    """Never 0."""
     return _IDS.getrandbits(64) | 1
 
 

@@ -35,7 +35,7 @@ NUM_FIELDS = 53
     ATTENDED,  # [T, H D]
     INNERS,  # [T, I]
     OPERAND,  # rows as products read them, where that is not as they are
-    # Of drafters. Row t continues from id and state SOURCES[t], or t if SOURCES is 0.
+    # Drafters: row t continues from id and state SOURCES[t], or t if SOURCES is 0.
     EMBEDDING,
     IDS,  # int64
     FEATURES_IN,  # [T, FEATURES_WIDTH], for FC; 0: STATES are given
