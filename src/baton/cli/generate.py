@@ -22,9 +22,9 @@ def generate_command(
     prompt: Annotated[str, typer.Argument(help="Text to continue, or with --chat to answer.")],
     chat: Annotated[bool, typer.Option("--chat", help="Use the chat template.")] = False,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0: greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Nucleus sampling.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="0 is all.")] = 0,
+    top_k: Annotated[int, typer.Option(help="Sample among this many tokens; 0: all.")] = 0,
 ) -> None:
     """Generate offline, in this process. --seed seeds the sampling too."""
     config = options.to_config(model)

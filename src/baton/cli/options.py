@@ -152,7 +152,8 @@ class ListenOptions:
         bool, typer.Option("--enable-per-request-metrics", help="Answers have an object `metrics` with their times.")
     ] = False
     per_request_spec_decode_metrics: Annotated[
-        SpecDecodeLevel, typer.Option(help="What this object says about accepted drafts.")
+        SpecDecodeLevel,
+        typer.Option(help="Accepted drafts in `metrics`: none, sums (summary), or each step's too (detailed)."),
     ] = "none"
     allowed_origins: Annotated[
         str | None, typer.Option(metavar="JSON", help='Web pages that may read answers: ["https://HOST"], ["*"].')

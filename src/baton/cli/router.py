@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from baton.router.config.router_config import RouterConfig
 
-_Urls = Annotated[list[str] | None, typer.Option(metavar="URL", help="Repeat, or separate by commas.")]
+_Urls = Annotated[list[str] | None, typer.Option(metavar="URL", help="Engine's URL; repeat, or separate by commas.")]
 _YOUNG_OBJECTS = 10_000
 _VLLM_ONLY = ("kv_connector", "seed_first_token", "near_tie")
 

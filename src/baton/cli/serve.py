@@ -62,7 +62,9 @@ def serve_command(
     process: ProcessOptions,
     model: ModelArgument,
     role: Annotated[Role, typer.Option(help="both serves the API; prefill and decode serve a router.")] = "both",
-    engine_id: Annotated[str | None, typer.Option(help="Default: role and port.")] = None,
+    engine_id: Annotated[
+        str | None, typer.Option(help="Name among engines and in keys; default: role and port.")
+    ] = None,
 ) -> None:
     """Serve one engine with the OpenAI API."""
     began = time.monotonic()

@@ -43,7 +43,8 @@ def load_command(
     traffic: TrafficOptions,
     report: ReportOptions,
     tool: Annotated[
-        Literal["baton", "vllm", "guidellm", "aiperf"], typer.Option(help="Who sends the load, where installed.")
+        Literal["baton", "vllm", "guidellm", "aiperf"],
+        typer.Option(help="Program that sends the load; others than baton must be installed."),
     ] = "baton",
     json_output: JsonFlag = False,
 ) -> None:
