@@ -14,9 +14,9 @@ from baton.errors import IncompatiblePeerError, RequestError
 from baton.openai import backend as served
 from baton.router import identity, pooled_engine
 from baton.router.admission.concurrency import ConcurrencyLimit
+from baton.router.attempts.join import Joined
 from baton.router.clients.address import checked_url
 from baton.router.identity import PoolIdentity
-from baton.router.join import Joined
 from baton.router.pool import EnginePool
 from baton.router.pooled_engine import PooledEngine
 from baton.wire import EngineInfo, GenerateRequest, TokenChunk

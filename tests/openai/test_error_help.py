@@ -14,7 +14,7 @@ from aiohttp import web
 from baton import errors
 from baton.error_help import CODE_BY_ERROR, CODE_BY_STATUS, HELP, code_of
 from baton.openai.http.api_errors import to_api_error
-from baton.router.join import TokenMismatch
+from baton.router.attempts.join import TokenMismatch
 from baton.server import build_app
 from baton.text import Tokenizer
 from testkit.servers.fake_serving import FakeEngine, served

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from baton.errors import BatonError, EngineLostError, EngineUnavailableError, ProtocolError
-from baton.router.attempt import RunningAttempt
+from baton.router.attempts.attempt import RunningAttempt
+from baton.router.attempts.join import Joined, LegChunks, join_legs
 from baton.router.connectors.base import HandoffOutcome
-from baton.router.join import Joined, LegChunks, join_legs
 from baton.router.leg_tasks import Chunks, LegItems
 from baton.sampling_params import SamplingParams
 from baton.wire import GenerateRequest, TokenChunk, TokenLogprobs

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from baton.router import recovery
-from baton.router.attempt import RequestProgress
-from baton.router.join import Joined, TokenMismatch
+from baton.router.attempts import recovery
+from baton.router.attempts.attempt import RequestProgress
+from baton.router.attempts.join import Joined, TokenMismatch
 from baton.router.routes import Decisions, Route
 from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingParams

@@ -25,10 +25,10 @@ from baton.errors import (
     ProtocolError,
 )
 from baton.router import RouterConfig, build_app
+from baton.router.attempts.join import Joined
+from baton.router.attempts.recovery import MAX_ATTEMPTS
 from baton.router.clients.engine_client import BatonClient, new_session
-from baton.router.join import Joined
 from baton.router.pool import EnginePool
-from baton.router.recovery import MAX_ATTEMPTS
 from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingParams
 from baton.server import build_app as build_engine_app

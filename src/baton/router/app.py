@@ -23,6 +23,7 @@ from baton.openai.http.app import BODIES, json_response, new_app
 from baton.openai.http.metrics import Row, RowCollector, counter, gauge
 from baton.openai.records import throughput_reports
 from baton.router.admin import Admin
+from baton.router.attempts.observer import RequestObserver
 from baton.router.clients.engine_client import new_session
 from baton.router.config.checks import new_connector
 from baton.router.config.router_config import RouterConfig
@@ -31,7 +32,6 @@ from baton.router.dashboard_routes import add_dashboard
 from baton.router.discovery import Discovery, read_services
 from baton.router.hand_back import HandBacks
 from baton.router.index.readers import EventReaders, read_sources
-from baton.router.observer import RequestObserver
 from baton.router.policies import PolicyConfig, create_policies
 from baton.router.pool import EnginePool
 from baton.router.router_backend import RouterBackend

@@ -25,17 +25,17 @@ from baton.openai.backend import OnRoute, Take
 from baton.openai.http.caller import CALLER, session_of
 from baton.router.admission.concurrency import ConcurrencyLimit
 from baton.router.admission.tenants import standing_of
-from baton.router.attempt import RequestProgress, RunningAttempt, pass_on
+from baton.router.attempts.attempt import RequestProgress, RunningAttempt, pass_on
+from baton.router.attempts.join import Joined, LegFailed, TokenMismatch, join_legs
+from baton.router.attempts.observer import RequestObserver
+from baton.router.attempts.recovery import AttemptRecovery
 from baton.router.connectors.base import Connector, HandoffOutcome, Legs
 from baton.router.hand_back import HandBacks, HandBackWatch
-from baton.router.join import Joined, LegFailed, TokenMismatch, join_legs
 from baton.router.leg_tasks import Chunks, LegItems, frameless
-from baton.router.observer import RequestObserver
 from baton.router.pairs import trial_request
 from baton.router.policies import PolicyConfig, create_policies
 from baton.router.pool import EnginePool
 from baton.router.pooled_engine import NO_CHARGE, OnLost, PooledEngine
-from baton.router.recovery import AttemptRecovery
 from baton.router.routes import Decisions, Route, Routes
 from baton.sampling_params import SamplingParams
 from baton.timeouts import timeout

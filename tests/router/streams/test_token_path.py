@@ -21,7 +21,7 @@ from testkit.servers.vllm_pair import Pair
 
 NUM_TOKENS = 12
 SERVICE = ["openai/service.py:_events", "openai/service.py:_sample"]
-ROUTER = ["router/router_backend.py:generate", "router/join.py:join_legs"]
+ROUTER = ["router/router_backend.py:generate", "router/attempts/join.py:join_legs"]
 
 
 @contextlib.contextmanager

@@ -17,10 +17,10 @@ from baton.errors import (
     OverloadedError,
     RequestError,
 )
-from baton.router.attempt import RequestProgress
+from baton.router.attempts.attempt import RequestProgress
+from baton.router.attempts.join import Joined, LegFailed, TokenMismatch
 from baton.router.clients.engine_client import EngineClient
 from baton.router.connectors.base import Connector
-from baton.router.join import Joined, LegFailed, TokenMismatch
 from baton.router.pool import EnginePool
 from baton.router.pooled_engine import PooledEngine
 from baton.router.routes import PREFIX_MISSING, Decisions, Route, Routes

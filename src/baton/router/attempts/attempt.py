@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from baton.errors import BatonError, is_refusal, reason_label
 from baton.openai.backend import Take
 from baton.openai.http.api_errors import error_of_chunk
+from baton.router.attempts.join import Joined, LegChunks, LegFailed
+from baton.router.attempts.observer import ObservedRequest
 from baton.router.connectors.base import HandoffOutcome
-from baton.router.join import Joined, LegChunks, LegFailed
-from baton.router.observer import ObservedRequest
 from baton.router.pooled_engine import PooledEngine
 from baton.router.routes import Route
 from baton.wire import LegRole, TokenChunk
