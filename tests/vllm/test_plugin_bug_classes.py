@@ -27,10 +27,10 @@ from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import Seeds
 from baton.kv.interval import Interval
 from baton.testing import RecordingAgent
-from baton.vllm import geometry
-from baton.vllm import geometry as geometry_module
-from baton.vllm.geometry import CacheLayout, describe_caches
-from baton.vllm.groups import CacheTable, LayerGroup, split_tables
+from baton.vllm.memory import geometry
+from baton.vllm.memory import geometry as geometry_module
+from baton.vllm.memory.geometry import CacheLayout, describe_caches
+from baton.vllm.memory.groups import CacheTable, LayerGroup, split_tables
 from baton.vllm.scheduler import SchedulerSide
 from baton.vllm.worker import WorkerSide
 from tests.vllm.test_plugin_scheduler import Pool, Request, leg, side, ticket

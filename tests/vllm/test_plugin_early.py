@@ -13,7 +13,7 @@ from baton.handoff.protocol.messages import Seeds
 from baton.kv.interval import Interval
 from baton.testing import RecordingAgent
 from baton.vllm.caches import most_blocks
-from baton.vllm.groups import CacheTable, EarlyBlocks
+from baton.vllm.memory.groups import CacheTable, EarlyBlocks
 from baton.vllm.scheduler import SchedulerSide
 from baton.vllm.steps import AnnounceDecode, OpenDecode, StepNews
 from baton.vllm.worker import Results

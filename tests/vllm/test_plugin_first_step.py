@@ -16,8 +16,8 @@ from baton.handoff.protocol.ticket import SignedTicket
 from baton.testing import RecordingAgent
 from baton.vllm import compat
 from baton.vllm.first_step import FirstTokens
-from baton.vllm.geometry import describe_caches
-from baton.vllm.groups import CacheTable, split_tables
+from baton.vllm.memory.geometry import describe_caches
+from baton.vllm.memory.groups import CacheTable, split_tables
 from baton.vllm.scheduler import CloseNow, SchedulerSide
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews
 from baton.vllm.worker import WorkerSide

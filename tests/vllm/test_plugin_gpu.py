@@ -13,8 +13,8 @@ from baton.handoff.plan.planner import plan_copies
 from baton.kv.interval import Interval, Kind
 from baton.transports.base import DeviceMemory
 from baton.vllm import compat
-from baton.vllm.geometry import CacheLayout, describe_caches, region_of
-from baton.vllm.groups import CacheTable, split_tables
+from baton.vllm.memory.geometry import CacheLayout, describe_caches, region_of
+from baton.vllm.memory.groups import CacheTable, split_tables
 
 LAYERS, BLOCKS, HEADS, DIM = 3, 9, 4, 8
 # vLLM's nesting of layers, blocks, heads, tokens and an entry's content (K, then V) in memory.

@@ -13,8 +13,15 @@ from baton.handoff.plan.planner import plan_copies
 from baton.handoff.protocol.digests import MemoryDigester
 from baton.kv.interval import Interval
 from baton.kv.spec import Owner
-from baton.vllm.geometry import CacheLayout, Granularity, KernelLayout, WorkerHeads, describe_caches, kernel_pages
-from baton.vllm.groups import CacheTable, is_draft, layer_index, split_tables, without_passed_blocks
+from baton.vllm.memory.geometry import (
+    CacheLayout,
+    Granularity,
+    KernelLayout,
+    WorkerHeads,
+    describe_caches,
+    kernel_pages,
+)
+from baton.vllm.memory.groups import CacheTable, is_draft, layer_index, split_tables, without_passed_blocks
 
 HEADS, DIM = 2, 8
 

@@ -12,8 +12,8 @@ import torch
 from baton.handoff.agent.leg_events import GiveUp
 from baton.handoff.protocol.ticket import SignedTicket, sign_ticket
 from baton.testing import RecordingAgent
-from baton.vllm.geometry import describe_caches
-from baton.vllm.groups import CacheTable, split_tables
+from baton.vllm.memory.geometry import describe_caches
+from baton.vllm.memory.groups import CacheTable, split_tables
 from baton.vllm.scheduler import SchedulerSide
 from baton.vllm.steps import ClosePrefill, OpenPrefill, StepNews
 from baton.vllm.worker import WorkerSide

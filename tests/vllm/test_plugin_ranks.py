@@ -15,8 +15,8 @@ from baton.handoff.protocol.fingerprint import compare_fingerprints, geometry_fi
 from baton.handoff.protocol.gather import pairs_of
 from baton.kv.interval import Interval
 from baton.plugin_base.ranks import JoinedWorkers, WorkerPart, join_workers, joined_addresses
-from baton.vllm.geometry import CacheLayout, WorkerHeads, describe_caches
-from baton.vllm.groups import CacheTable, split_tables
+from baton.vllm.memory.geometry import CacheLayout, WorkerHeads, describe_caches
+from baton.vllm.memory.groups import CacheTable, split_tables
 from tests.vllm.test_plugin_groups import DIM, HEADS, fill, names
 
 BLOCKS, SIZE, DRAFTER = 9, 32, 4  # the drafter's layer follows the target's four

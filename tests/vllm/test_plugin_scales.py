@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from baton.vllm.geometry import WorkerHeads, describe_caches
-from baton.vllm.groups import CacheTable, split_tables
-from baton.vllm.scales import describe_scales, worker_scales
+from baton.vllm.memory.geometry import WorkerHeads, describe_caches
+from baton.vllm.memory.groups import CacheTable, split_tables
+from baton.vllm.memory.scales import describe_scales, worker_scales
 
 HEADS, LAYERS = 4, ("model.layers.0.attn", "model.layers.1.attn", "model.layers.2.attn")  # the last is the drafter's
 

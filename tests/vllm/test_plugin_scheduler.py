@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from baton.handoff.protocol.ticket import SignedTicket, Ticket, sign_ticket
-from baton.vllm.groups import CacheTable
+from baton.vllm.memory.groups import CacheTable
 from baton.vllm.scheduler import SchedulerSide, VllmIdentity, handoff_digest
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews
 from testkit.handoffs.tickets import make_ticket, signed

@@ -14,8 +14,8 @@ from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import Seeds
 from baton.handoff.protocol.ticket import SignedTicket, Ticket, sign_ticket
 from baton.testing import RecordingAgent
-from baton.vllm.geometry import describe_caches
-from baton.vllm.groups import CacheTable, split_tables
+from baton.vllm.memory.geometry import describe_caches
+from baton.vllm.memory.groups import CacheTable, split_tables
 from baton.vllm.scheduler import SchedulerSide, handoff_digest
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews
 from baton.vllm.worker import WorkerSide

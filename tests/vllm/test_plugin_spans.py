@@ -12,9 +12,9 @@ from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import Seeds
 from baton.handoff.protocol.ticket import SignedTicket
 from baton.testing import RecordingAgent
-from baton.vllm.geometry import describe_caches
-from baton.vllm.groups import CacheTable, split_tables
 from baton.vllm.handoff_span import MARKS, span_maker
+from baton.vllm.memory.geometry import describe_caches
+from baton.vllm.memory.groups import CacheTable, split_tables
 from baton.vllm.steps import AnnounceDecode, OpenDecode, StepNews
 from baton.vllm.worker import WorkerSide
 from testkit.handoffs.tickets import make_ticket

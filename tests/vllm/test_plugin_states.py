@@ -11,9 +11,9 @@ import torch
 from baton.errors import ConfigError, ProtocolError
 from baton.handoff.plan.planner import plan_copies
 from baton.kv.interval import Interval
-from baton.vllm.geometry import CacheLayout, WorkerHeads, describe_caches
-from baton.vllm.groups import CacheTable, split_tables
-from baton.vllm.states import DeltaState, Mamba2State
+from baton.vllm.memory.geometry import CacheLayout, WorkerHeads, describe_caches
+from baton.vllm.memory.groups import CacheTable, split_tables
+from baton.vllm.memory.states import DeltaState, Mamba2State
 
 HEADS, HEAD_DIM, STATE, INPUTS = 8, 4, 6, 3
 INNER, PADDING, SLOTS = HEADS * HEAD_DIM, 40, 7

@@ -17,8 +17,8 @@ from baton.handoff.protocol.messages import Seeds
 from baton.handoff.protocol.ticket import SignedTicket
 from baton.kv.interval import Interval
 from baton.testing import RecordingAgent
-from baton.vllm.geometry import describe_caches
-from baton.vllm.groups import CacheTable, split_tables
+from baton.vllm.memory.geometry import describe_caches
+from baton.vllm.memory.groups import CacheTable, split_tables
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews
 from baton.vllm.worker import Results, WorkerSide
 from testkit.handoffs.tickets import make_ticket

@@ -9,9 +9,9 @@ from typing import Any
 from baton.errors import ConfigError
 from baton.kv.interval import Kind
 from baton.vllm.compat import worker_heads
-from baton.vllm.geometry import KernelLayout
-from baton.vllm.groups import CacheTable
-from baton.vllm.states import DeltaState, Mamba2State, StatePart
+from baton.vllm.memory.geometry import KernelLayout
+from baton.vllm.memory.groups import CacheTable
+from baton.vllm.memory.states import DeltaState, Mamba2State, StatePart
 
 # ISAs whose pages hold K by dimension, then V by token.
 _K_BY_DIMENSION = ("vec", "vec16")

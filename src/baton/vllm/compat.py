@@ -17,7 +17,7 @@ from baton.plugin_base.model_facts import override_facts, tokenizer_fact, weight
 from baton.plugin_base.ranks import gather_bytes
 from baton.sampling_params import SamplingDefaults
 from baton.vllm.config import FirstStep
-from baton.vllm.geometry import WorkerHeads
+from baton.vllm.memory.geometry import WorkerHeads
 from baton.wire import KVStream
 
 SUPPORTED = ((0, 30), (0, 31), (0, 32), (0, 33))

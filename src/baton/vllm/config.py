@@ -9,7 +9,7 @@ import msgspec
 
 from baton.errors import ConfigError
 from baton.plugin_base.config import EngineSettings
-from baton.vllm.geometry import Granularity
+from baton.vllm.memory.geometry import Granularity
 from baton.wire import KVStream
 
 FIELD = "kv_connector_extra_config"

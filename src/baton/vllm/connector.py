@@ -25,7 +25,7 @@ from baton.plugin_base.ranks import joined_addresses
 from baton.vllm import caches, compat
 from baton.vllm.config import check_transfer, read_config
 from baton.vllm.draft_slots import RememberedSlots
-from baton.vllm.groups import EarlyBlocks
+from baton.vllm.memory.groups import EarlyBlocks
 from baton.vllm.metrics import TOTALS, BatonPromMetrics, BatonStats
 from baton.vllm.open_cache import OpenCache, open_cache
 from baton.vllm.scheduler import SchedulerSide

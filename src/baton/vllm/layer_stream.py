@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from baton.handoff.agent.layers import WrittenLayers
 from baton.kv.spec import Owner
-from baton.vllm.geometry import CacheLayout
+from baton.vllm.memory.geometry import CacheLayout
 
 MIN_BYTES = 8 << 20
 

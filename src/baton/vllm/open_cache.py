@@ -21,10 +21,10 @@ from baton.transports.base import Transport
 from baton.transports.registry import transport_name
 from baton.vllm import caches, compat
 from baton.vllm.config import PluginConfig
-from baton.vllm.geometry import CacheLayout, describe_caches
-from baton.vllm.groups import split_tables
 from baton.vllm.handoff_span import span_maker
-from baton.vllm.scales import describe_scales, worker_scales
+from baton.vllm.memory.geometry import CacheLayout, describe_caches
+from baton.vllm.memory.groups import split_tables
+from baton.vllm.memory.scales import describe_scales, worker_scales
 from baton.vllm.worker import WorkerSide
 from baton.wire import VllmIdentity
 

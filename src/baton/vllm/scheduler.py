@@ -18,8 +18,8 @@ from baton.log_limit import LogLimit
 from baton.sampling_params import SamplingParams
 from baton.vllm.adapters import Adapters, VllmRequest, beside_tokens
 from baton.vllm.first_step import FirstTokens
-from baton.vllm.groups import BlockPool, CacheTable, EarlyBlocks, PartialBlocks, without_passed_blocks
 from baton.vllm.legs import SchedulerDecode, SchedulerPrefill
+from baton.vllm.memory.groups import BlockPool, CacheTable, EarlyBlocks, PartialBlocks, without_passed_blocks
 from baton.vllm.steps import AnnounceDecode, ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews, Tables
 from baton.wire import BATON_PARAM, LegParams, VllmIdentity, VllmPrefix
 

@@ -22,10 +22,10 @@ from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import AttemptKey, Seeds
 from baton.kv.interval import Interval
 from baton.log_limit import LogLimit
-from baton.vllm.geometry import CacheLayout
 from baton.vllm.handoff_span import OnDecodeEnd
 from baton.vllm.layer_stream import StreamedPrompt, VllmLayerStream
 from baton.vllm.legs import BlocksPhase, EndPhase, ReceivePhase, WorkerDecode, WorkerPrefill
+from baton.vllm.memory.geometry import CacheLayout
 from baton.vllm.steps import ClosePrefill, ComputedTokens, OpenDecode, OpenPrefill, StepNews
 from baton.wire import KVStream
 

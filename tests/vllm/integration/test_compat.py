@@ -19,8 +19,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from baton.errors import ConfigError
 from baton.vllm import caches, compat
-from baton.vllm.geometry import WorkerHeads
-from baton.vllm.groups import CacheTable
+from baton.vllm.memory.geometry import WorkerHeads
+from baton.vllm.memory.groups import CacheTable
 
 
 def test_a_group_of_mla_and_full_attention_is_two_kinds_on_one_table() -> None:

@@ -21,8 +21,8 @@ from baton.handoff.plan.topology import RankGeometry
 from baton.kv.geometry import Geometry, Plane
 from baton.kv.spec import Cut, Owner
 from baton.transports.base import DeviceMemory, Region
-from baton.vllm.groups import LayerGroup
-from baton.vllm.states import StatePart, dtype_name, layer_stride, state_geometry
+from baton.vllm.memory.groups import LayerGroup
+from baton.vllm.memory.states import StatePart, dtype_name, layer_stride, state_geometry
 
 # How a kernel stores a page; "k_by_dimension": K by dimension, then V by token.
 KernelLayout = Literal["tokens", "k_by_dimension", "unknown"]

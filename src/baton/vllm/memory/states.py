@@ -17,7 +17,7 @@ from torch import Tensor
 from baton.errors import ConfigError
 from baton.kv.geometry import Geometry, Plane
 from baton.kv.spec import Cut
-from baton.vllm.groups import LayerGroup
+from baton.vllm.memory.groups import LayerGroup
 
 CHANNELS: Cut = "channels"
 

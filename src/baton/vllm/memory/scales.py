@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from baton.vllm.geometry import CacheLayout
+from baton.vllm.memory.geometry import CacheLayout
 
 UNSCALED = ("auto", "float32", "float16", "bfloat16")
 # By layer and the model's head: the numbers for K and V, and the head's own scales of K and V.
