@@ -67,9 +67,7 @@ def check_config(config: Any) -> None:
         if (ranks := getattr(parallel, name)) != 1 and check_version() not in WITH_RANKS:
             raise ConfigError(name, f"BatonConnector supports several ranks with vLLM {_RANKED}, got {ranks}")
     if parallel.pipeline_parallel_size != 1 and speculative is not None:
-        raise ConfigError(
-            "speculative_config", "must be left out with pipeline stages: BatonConnector does not hand off both"
-        )
+        raise ConfigError("speculative_config", "BatonConnector does not support it with pipeline stages")
     if data_parallel_rank(config) is not None and check_version() not in WITH_RANKS:
         raise ConfigError("data_parallel_size", f"BatonConnector supports data-parallel ranks with vLLM {_RANKED}")
     if config.model_config.enable_sleep_mode:
@@ -172,7 +170,7 @@ def steps_in_turn(config: Any) -> bool:
 
 
 def request_queue() -> queue.Queue[Any] | None:
-    """The queue of requests of the engine core that is being made; None if there is no such core."""
+    """The request queue of the engine core that is being made; None if there is none."""
     from vllm.v1.engine.core import EngineCoreProc
 
     frame = inspect.currentframe()
