@@ -284,6 +284,22 @@ def test_answers_end_at_limits_and_stop_tokens(pair: tuple[VllmServer, VllmServe
     asyncio.run(run())
 
 
+def test_what_vllm_refuses_after_status_200_is_the_clients_error(
+    pair: tuple[VllmServer, VllmServer], folder: Path
+) -> None:
+    async def run() -> None:
+        p, d = pair
+        async with aiohttp.ClientSession() as session, routed(p.url, d.url, folder) as url:
+            for server in (d.url, url):
+                body = {"model": "demo", "prompt": [5, 6, 7], "max_tokens": 2, "logit_bias": {"5": 1}}
+                async with session.post(f"{server}/v1/completions", json=body, timeout=REQUEST_TIMEOUT) as response:
+                    assert response.status == 400
+                    assert "not yet supported with speculative decoding" in await response.text()
+            await until_free(session, pair)
+
+    asyncio.run(run())
+
+
 def test_bad_words_are_barred_on_both_legs(pair: tuple[VllmServer, VllmServer], folder: Path) -> None:
     """Words at the beginning of an answer and later ones: the first token is the prefill server's."""
     tokenizer = Tokenizer.load(MODEL)
