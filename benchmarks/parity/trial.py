@@ -95,13 +95,15 @@ class Trial:
             **DRAFTERS[drafter].settings,
         }
 
-    def alone(self, cases: Sequence[Case]) -> dict[Case, Stream]:
-        """One engine's stream for each case: accepted drafts with the drafter, all else from a run without it."""
+    def alone(self, cases: Sequence[Case], also_without: bool = True) -> dict[Case, Stream]:
+        """One engine's stream for each case: accepted drafts with the drafter, all else from a run without it, or with
+        the drafter too unless `also_without`.
+        """
         with stepped(**self.settings) as single:
             self.prepare(single)
             self._groups = [name for name, rules in single.core.cache.rules.items() if rules.kind != "state"]
             streams = _said(single, cases)
-        if self.settings["speculative_config"] is None:
+        if self.settings["speculative_config"] is None or not also_without:
             return streams
         with stepped(**{**self.settings, "speculative_config": None}) as single:
             plain = _said(single, cases)

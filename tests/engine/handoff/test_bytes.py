@@ -55,7 +55,7 @@ def test_bytes_sent_are_those_computed_by_hand(target: str, drafter: str, tmp_pa
     expected = BY_HAND[target] + BY_HAND.get(f"{target}/{drafter}", BY_HAND[drafter])
     trial = Trial(target, drafter, tmp_path)
     cases: dict[Mode, Case] = {mode: Case("whole", mode, NUM_TOKENS, i, seed=3) for i, mode in enumerate(MODES)}
-    alone = trial.alone(list(cases.values()))
+    alone = trial.alone(list(cases.values()), also_without=False)
     with trial.pair("per group") as two:
         for case in cases.values():
             cell = compare(two, {case: alone[case]})
