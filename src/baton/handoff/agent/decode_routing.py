@@ -68,8 +68,7 @@ class DecodeRouting:
         try:
             opened = self._sessions.server_hello(session, message)
         except ProtocolError as error:
-            for attempt in self._decodes_at(session.connection.address):
-                self._runner.fail(attempt, "unreachable_peer", str(error))
+            self._fail_attempts(session.connection.address, "unreachable_peer", str(error))
             raise
         if opened:
             for attempt in self._decodes_at(session.connection.address):
@@ -112,6 +111,10 @@ class DecodeRouting:
         table = self._runner.decodes
         return [attempt for attempt in [*table.live.values(), *table.ended.values()] if attempt.address == address]
 
+    def _fail_attempts(self, address: str, reason: str, text: str) -> None:
+        for attempt in self._decodes_at(address):
+            self._runner.fail(attempt, reason, text)
+
     # ------------------------------------------------------------ sessions
 
     def dial(self, attempt: DecodeAttempt, ticket: Ticket) -> None:
@@ -138,8 +141,7 @@ class DecodeRouting:
         try:
             self._sessions.dial(address, lost)
         except ProtocolError as error:
-            for attempt in self._decodes_at(address):
-                self._runner.fail(attempt, "unreachable_peer", str(error))
+            self._fail_attempts(address, "unreachable_peer", str(error))
 
     def join(self, attempt: DecodeAttempt, session: Session, hello: Hello) -> None:
         """P's HELLO is known and connecting has ended: register, or fail."""
@@ -185,8 +187,7 @@ class DecodeRouting:
         """Nothing at the session's address has answered HELLO for a lease."""
         address = session.connection.address
         found = unanswered(address)
-        for attempt in self._decodes_at(address):
-            self._runner.fail(attempt, found.reason, found.text)
+        self._fail_attempts(address, found.reason, found.text)
         # Pages here or at P may wait for the outcome: keep dialling.
         if self._sessions.may_return(session) or self._decodes_at(address):
             session.last_heard = now
@@ -195,6 +196,5 @@ class DecodeRouting:
 
     def on_lease_expired(self, session: Session, text: str) -> None:
         """The engine of a closed session was silent for a lease."""
-        for attempt in self._decodes_at(session.connection.address):
-            self._runner.fail(attempt, "lease_expired", text)
+        self._fail_attempts(session.connection.address, "lease_expired", text)
         self.dial_again(session)
