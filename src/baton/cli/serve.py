@@ -181,7 +181,7 @@ class FleetOptions:
 
 
 def _check_fleet(config: EngineConfig, routing: RoutingSettings, roles: RoleOptions, num_engines: int) -> None:
-    """So that not each engine says it. Raises `ConfigError`."""
+    """One error line, not one per engine. Raises `ConfigError`."""
     if routing.policy_config.hand_back and not config.enable_prefix_caching:
         raise ConfigError("policy_config", "hand_back needs prefix caching, which is off")
     check_files(config)

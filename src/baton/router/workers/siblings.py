@@ -27,7 +27,7 @@ from baton.wire import Role
 
 logger = logging.getLogger(__name__)
 
-# Metrics of which the highest of all processes counts; others are added.
+# Merged by the maximum over all processes; other metrics are summed.
 _HIGHEST = frozenset(
     {
         *("baton:draining", "process_start_time_seconds", "process_max_fds"),
