@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,16 +31,3 @@ def scene() -> Iterator[Scene]:
 def keyed(tmp_path: Path) -> Iterator[Scene]:
     with still_served(Scene(tmp_path / "keys")) as made:
         yield made
-
-
-@pytest.fixture
-def until() -> Callable[[Callable[[], object]], None]:
-    """Waits until a condition holds. Fails after 60 seconds, since other tests may use all cores."""
-
-    def wait(condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < deadline, "it never became true"
-            time.sleep(0.005)
-
-    return wait

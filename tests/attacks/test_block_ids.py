@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,9 @@ from baton.handoff.session.curve import as_server
 from baton.kv.geometry import CopyList
 from baton.kv.interval import Interval
 from simulation.fuzz.pair import Node
+from testkit.waiting import eventually
 from tests.attacks.attacker import KEYS, TICKET_KEY, Scene
 
-Until = Callable[[Callable[[], object]], None]
 FIT = {"target": [1, 2], "draft": [3, 4]}
 BAD_TABLES = {
     "too high": [1, 64],
@@ -73,7 +72,7 @@ def test_intervals_that_do_not_exist(scene: Scene, wanted: dict[str, Interval]) 
     assert scene.p.agent.stats().rejected == 1
 
 
-def test_a_reversed_interval_is_none(scene: Scene, until: Until) -> None:
+def test_a_reversed_interval_is_none(scene: Scene) -> None:
     """The decoder refuses it, like a position beyond all prompts."""
     ticket = scene.ticket()
     attacker = scene.attacker()
@@ -81,11 +80,11 @@ def test_a_reversed_interval_is_none(scene: Scene, until: Until) -> None:
     for count, tokens in enumerate([(8, 0), (-1, 8), (0, (1 << 24) + 1)], start=1):
         wanted: Any = {"target": tokens, "draft": Interval(0, 8)}
         attacker.say(Register(ticket.key, ticket=sign_ticket(TICKET_KEY, ticket), wanted=wanted, pages=FIT))
-        until(lambda count=count: scene.p.agent.stats().malformed == count)
+        eventually(lambda count=count: scene.p.agent.stats().malformed == count)
 
 
 @pytest.mark.parametrize("body", [b"\xff", b"\xd3" + b"\xff" * 8, b"\xcf" + b"\xff" * 8, b"\xcb" + bytes(8), b"\xc0"])
-def test_page_ids_that_are_no_page_ids(scene: Scene, until: Until, body: bytes) -> None:
+def test_page_ids_that_are_no_page_ids(scene: Scene, body: bytes) -> None:
     """Negative, huge, a float, nil: the decoder refuses them."""
     ticket = scene.ticket()
     attacker = scene.attacker()
@@ -94,7 +93,7 @@ def test_page_ids_that_are_no_page_ids(scene: Scene, until: Until, body: bytes) 
     assert frame.count(b"\x91\x4d") == 1
     attacker.join(scene.as_d())
     attacker.send(frame.replace(b"\x91\x4d", b"\x91" + body))
-    until(lambda: scene.p.agent.stats().malformed == 1)
+    eventually(lambda: scene.p.agent.stats().malformed == 1)
 
 
 @pytest.mark.parametrize("what", sorted(BAD_TABLES.keys() - {"twice"}))  # a page may be read twice

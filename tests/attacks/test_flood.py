@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -22,12 +21,11 @@ from baton.handoff.session.curve import as_client
 from simulation.fuzz import messages
 from simulation.fuzz.frames import FrameMaker, message_classes
 from testkit.processes.leftovers import open_files
+from testkit.waiting import eventually
 from tests.attacks.attacker import CHALLENGE, KEYS, Scene
 
-Until = Callable[[Callable[[], object]], None]
 
-
-def test_new_identities_push_out_one_another_and_no_peer(scene: Scene, until: Until) -> None:
+def test_new_identities_push_out_one_another_and_no_peer(scene: Scene) -> None:
     """Strangers' sessions are bounded; a proven engine keeps its own."""
     scene.traffic.serve_one()
     context = zmq.Context()
@@ -67,7 +65,7 @@ def test_new_identities_push_out_one_another_and_no_peer(scene: Scene, until: Un
     scene.traffic.serve_one()
 
 
-def test_connections_that_say_nothing_hold_no_session(scene: Scene, until: Until) -> None:
+def test_connections_that_say_nothing_hold_no_session(scene: Scene) -> None:
     attackers = [scene.attacker() for _ in range(100)]
     scene.traffic.serve_one()
     assert scene.p.agent.stats().sessions == 1
@@ -75,7 +73,7 @@ def test_connections_that_say_nothing_hold_no_session(scene: Scene, until: Until
         attacker.sock.close(0)
 
 
-def test_session_after_session_on_one_connection(scene: Scene, until: Until) -> None:
+def test_session_after_session_on_one_connection(scene: Scene) -> None:
     """The memory that a stranger's HELLO describes is never mapped."""
     attacker = scene.attacker()
     descriptor = scene.node("X").hello.descriptor
@@ -85,15 +83,15 @@ def test_session_after_session_on_one_connection(scene: Scene, until: Until) -> 
         attacker.say(scene.as_d(engine_id="E", incarnation=f"E-{i}", descriptor=descriptor))
         if i % 50 == 0:
             attacker.hear(Hello)
-    until(lambda: scene.p.agent.stats().frames >= 500)
+    eventually(lambda: scene.p.agent.stats().frames >= 500)
     assert scene.p.agent.stats().sessions == 0
-    until(lambda: (open_files() - files).total() <= 8)
+    eventually(lambda: (open_files() - files).total() <= 8)
 
 
-def test_one_message_in_many_parts_is_one_refusal(scene: Scene, until: Until) -> None:
+def test_one_message_in_many_parts_is_one_refusal(scene: Scene) -> None:
     attacker = scene.attacker()
     attacker.sock.send_multipart([b"x"] * 2000)
-    until(lambda: scene.p.agent.stats().malformed == 1)
+    eventually(lambda: scene.p.agent.stats().malformed == 1)
 
 
 def test_a_frame_over_the_size_limit_ends_only_its_own_connection(scene: Scene) -> None:

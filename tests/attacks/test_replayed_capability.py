@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -15,9 +14,8 @@ from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, Redeemer, SignedTic
 from baton.kv.interval import Interval
 from baton.sampling_params import SamplingParams
 from testkit.handoffs.tickets import make_ticket
+from testkit.waiting import eventually
 from tests.attacks.attacker import TICKET_KEY, Scene
-
-Until = Callable[[Callable[[], object]], None]
 
 
 def register(ticket: Ticket, key: bytes = TICKET_KEY) -> Register:
@@ -47,7 +45,7 @@ def test_the_same_engine_gets_no_second_copy(scene: Scene) -> None:
     assert all((pools[name] == pool).all() for name, pool in scene.d.pools.items())
 
 
-def test_another_engine_gets_nothing(scene: Scene, until: Until, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_engine_gets_nothing(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     """Neither for a spent ticket nor for a valid one of another engine."""
     attacker = scene.attacker()
     attacker.join(scene.as_d(engine_id="E"))
@@ -56,22 +54,22 @@ def test_another_engine_gets_nothing(scene: Scene, until: Until, caplog: pytest.
         nack = attacker.hear(Nack)
         assert isinstance(nack, Nack)
         assert nack.message == "the ticket names another decode engine"
-        until(lambda number=number: scene.p.agent.stats().rejected == number)
+        eventually(lambda number=number: scene.p.agent.stats().rejected == number)
     assert caplog.text.count("the ticket names another decode engine") == 2
     other = scene.attacker()
     other.join(scene.as_d(incarnation="D-after-restart"))
     other.say(spent_ticket(scene))
-    until(lambda: "message for an attempt of other engines" in caplog.text)
+    eventually(lambda: "message for an attempt of other engines" in caplog.text)
     assert scene.p.agent.stats().outstanding == 0
 
 
-def test_a_restarted_prefill_engine_knows_no_old_ticket(scene: Scene, until: Until) -> None:
+def test_a_restarted_prefill_engine_knows_no_old_ticket(scene: Scene) -> None:
     replay = spent_ticket(scene)
     again = scene.node("P")
     attacker = scene.attacker(again)
     attacker.join(scene.as_d())
     attacker.say(replay)
-    until(lambda: again.agent.stats().rejected == 1)
+    eventually(lambda: again.agent.stats().rejected == 1)
     # Not even if the message claims to be for the new process: the ticket says otherwise.
     forged = msgspec.structs.replace(replay.key, prefill_incarnation=again.incarnation)
     attacker.say(msgspec.structs.replace(replay, key=forged))
@@ -177,7 +175,7 @@ def test_used_tickets_take_bounded_memory() -> None:
     assert len(redeemer._used) <= 121
 
 
-def test_a_message_before_hello_opens_no_attempt(scene: Scene, until: Until) -> None:
+def test_a_message_before_hello_opens_no_attempt(scene: Scene) -> None:
     attacker = scene.attacker()
     attacker.say(register(scene.ticket()))
     attacker.say(scene.as_d())

@@ -25,9 +25,8 @@ from baton.kvevents.publisher import EventPublisher
 from simulation.fuzz import sockets
 from simulation.fuzz.http_bytes import HttpMaker
 from simulation.fuzz.zmtp import ZmtpMaker
+from testkit.waiting import eventually
 from tests.attacks.attacker import KEYS, TICKET_KEY, Scene
-
-Until = Callable[[Callable[[], object]], None]
 
 
 @pytest.mark.parametrize("with_keys", [False, True])
@@ -55,7 +54,7 @@ def test_an_attack_is_reproducible(make: Callable[[random.Random], HttpMaker | Z
     assert len(set(datas)) == len(datas) > 20
 
 
-def test_without_the_ticket_key_no_frame_arrives(scene: Scene, until: Until) -> None:
+def test_without_the_ticket_key_no_frame_arrives(scene: Scene) -> None:
     """Also without a key directory. There is no session yet, in which D's own frames would arrive."""
     address, before = scene.p.agent.address, scene.p.agent.stats()
     with zmq.Context() as context:
@@ -66,7 +65,7 @@ def test_without_the_ticket_key_no_frame_arrives(scene: Scene, until: Until) -> 
             sock.setsockopt(zmq.LINGER, 0)
             sock.connect(address)
             sock.send(encode_frame(scene.as_d(), 1, 1))
-            until(lambda number=number: scene.p.agent.stats().refused >= before.refused + number)
+            eventually(lambda number=number: scene.p.agent.stats().refused >= before.refused + number)
             assert not sock.poll(50)
             sock.close()
     assert scene.p.agent.stats().frames == before.frames

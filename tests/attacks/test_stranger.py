@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -31,23 +30,23 @@ from baton.handoff.protocol.ticket import sign_ticket
 from baton.handoff.session.curve import as_server
 from baton.kv.interval import Interval
 from testkit.inside import rank_handoffs_of
+from testkit.waiting import eventually
 from tests.attacks.attacker import CHALLENGE, KEYS, TICKET_KEY, Scene
 
-Until = Callable[[Callable[[], object]], None]
 TOKENS = 8
 PAGES = {"target": [1, 2], "draft": [3, 4]}
 WANTED = {"target": Interval(0, TOKENS), "draft": Interval(0, TOKENS)}
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
-def test_a_session_is_not_taken_over_by_repeating_its_hello(scene: Scene, until: Until, mode: str) -> None:
+def test_a_session_is_not_taken_over_by_repeating_its_hello(scene: Scene, mode: str) -> None:
     """It replays D's complete HELLO, its REGISTER with the ticket, and any message that would make P free pages."""
     p, d = scene.p, scene.d
     ticket = scene.ticket(mode=mode)
     p.agent.open_prefill(ticket)
     p.agent.declare_final(ticket.key, TOKENS, PAGES, {"target": 4, "draft": 3})
     d.agent.open_decode(ticket, TOKENS, WANTED, PAGES)
-    until(lambda: p.agent.stats().sessions == 1)
+    eventually(lambda: p.agent.stats().sessions == 1)
     before = p.agent.stats().rejected
     stranger = scene.attacker()
     register = Register(ticket.key, sign_ticket(TICKET_KEY, ticket), WANTED, PAGES)
@@ -61,7 +60,7 @@ def test_a_session_is_not_taken_over_by_repeating_its_hello(scene: Scene, until:
         assert isinstance(answer, Hello)
         assert answer.descriptor is None
         stranger.say(message)
-    until(lambda: p.agent.stats().rejected - before >= len(said) - 1)
+    eventually(lambda: p.agent.stats().rejected - before >= len(said) - 1)
     assert (p.agent.stats().sessions, p.agent.stats().outstanding) == (1, 1)
     assert p.events.empty()
     p.agent.finish_prefill(ticket.key, Seeds(first_token=1), False, dict.fromkeys(PAGES, TOKENS))
@@ -149,14 +148,14 @@ def test_a_proof_covers_all_of_a_hello(scene: Scene) -> None:
         assert not is_proven(TICKET_KEY, "answered", address, CHALLENGE, changed), name
 
 
-def test_messages_from_a_stranger_at_a_dead_engines_address_are_ignored(scene: Scene, until: Until) -> None:
+def test_messages_from_a_stranger_at_a_dead_engines_address_are_ignored(scene: Scene) -> None:
     """D's socket reconnects by itself, in an open session, and reveals the session's number."""
     p, d = scene.p, scene.d
     scene.traffic.serve_one()
     ticket = scene.ticket()
     d.agent.open_decode(ticket, TOKENS, WANTED, PAGES)
     before = {name: pool.copy() for name, pool in d.pools.items()}
-    until(lambda: p.agent.stats().outstanding == 1)
+    eventually(lambda: p.agent.stats().outstanding == 1)
     # It dies without sending anything.
     rank_handoffs_of(p.agent).abort_all = lambda: None  # type: ignore[method-assign]
     rank_handoffs_of(p.agent).sessions.say_bye = lambda reason, quiet: None  # type: ignore[method-assign]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import zmq
 
@@ -14,19 +12,18 @@ from baton.handoff.session.keys import KeyRing, make_keys
 from baton.handoff.session.sockets import Channel
 from baton.kv.interval import Interval
 from simulation.fuzz.pair import attacked
+from testkit.waiting import eventually
 from tests.attacks.attacker import KEYS, TICKET_KEY, Scene
-
-Until = Callable[[Callable[[], object]], None]
 
 
 @pytest.mark.parametrize("key", ["unknown", "none"])
 def test_a_peer_without_an_authorised_key_gets_no_word_in(
-    keyed: Scene, until: Until, caplog: pytest.LogCaptureFixture, key: str
+    keyed: Scene, caplog: pytest.LogCaptureFixture, key: str
 ) -> None:
     before = keyed.p.agent.stats()
     attacker = keyed.attacker(pair=zmq.curve_keypair() if key == "unknown" else None)
     attacker.say(keyed.as_d())
-    until(lambda: keyed.p.agent.stats().refused >= 1)
+    eventually(lambda: keyed.p.agent.stats().refused >= 1)
     assert attacker.hears_nothing(Hello)
     assert keyed.p.agent.stats().frames == before.frames
     assert "a connection" in caplog.text
@@ -34,16 +31,14 @@ def test_a_peer_without_an_authorised_key_gets_no_word_in(
     keyed.traffic.serve_one()
 
 
-def test_an_authorised_engine_cannot_speak_for_another(
-    keyed: Scene, until: Until, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_authorised_engine_cannot_speak_for_another(keyed: Scene, caplog: pytest.LogCaptureFixture) -> None:
     assert keyed.keys is not None
     make_keys(keyed.keys, ["E"])
     ring = KeyRing(keyed.keys, "E")
     keyed.traffic.serve_one()
     attacker = keyed.attacker(pair=(ring.public, ring.secret))
     attacker.say(keyed.as_d())
-    until(lambda: keyed.p.agent.stats().malformed == 1)
+    eventually(lambda: keyed.p.agent.stats().malformed == 1)
     assert attacker.hears_nothing(Hello)
     assert "HELLO of engine 'D' came with the key of 'E'" in caplog.text
     # Nor can it take over the session by naming the other's process and memory.
@@ -52,7 +47,7 @@ def test_an_authorised_engine_cannot_speak_for_another(
     keyed.traffic.serve_one()
 
 
-def test_an_engine_that_answers_with_another_key_is_not_believed(keyed: Scene, until: Until) -> None:
+def test_an_engine_that_answers_with_another_key_is_not_believed(keyed: Scene) -> None:
     """The ticket sends D to the address of P, at which another engine listens."""
     assert keyed.keys is not None
     impostor = keyed.node("Q")
@@ -61,7 +56,7 @@ def test_an_engine_that_answers_with_another_key_is_not_believed(keyed: Scene, u
     keyed.d.agent.open_decode(
         ticket, 4, {"target": Interval(0, 4), "draft": Interval(0, 4)}, {"target": [1], "draft": [2]}
     )
-    until(lambda: impostor.agent.stats().refused >= 1)
+    eventually(lambda: impostor.agent.stats().refused >= 1)
     assert impostor.agent.stats().frames == 0
     failed = keyed.d.events.get(timeout=60)
     assert isinstance(failed, DecodeFailed)
@@ -69,7 +64,7 @@ def test_an_engine_that_answers_with_another_key_is_not_believed(keyed: Scene, u
     assert isinstance(keyed.d.events.get(timeout=60), DecodeReleased)
 
 
-def test_an_engine_without_keys_does_not_talk_to_one_with_them(keyed: Scene, until: Until) -> None:
+def test_an_engine_without_keys_does_not_talk_to_one_with_them(keyed: Scene) -> None:
     bare = attacked("B", TICKET_KEY, None)
     keyed.nodes.append(bare)
     pages = {"target": [1], "draft": [2]}

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import socket
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from baton.transports.remote.lifeline import MAX_STRANGERS, RECEIVED_BYTES, Even
 from baton.transports.remote.remote_transport import MAX_REGIONS, HostOptions, RemoteTransport
 from baton.transports.remote.tcp_buffers import LEAST_BYTES, held_bytes
 from testkit.inside import driver_of
+from testkit.waiting import eventually
 
 
 @dataclass(eq=False)
@@ -121,13 +121,6 @@ def still_pending(side: Side, operation: Operation) -> bool:
         driver_of(side.transport).post(turned.set)
         assert turned.wait(60)
     return operation.poll() == "pending"
-
-
-def eventually(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.fixture(params=[True, False], ids=["cuts", "cannot cut"])

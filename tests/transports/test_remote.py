@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,7 @@ from baton.transports.remote.remote_transport import RemoteDescriptor, RemoteTra
 from testkit.handoffs.remote_uris import SCHEMES, uri_of
 from testkit.inside import driver_of, library_of, process_of
 from testkit.processes.leftovers import files_left_open, open_files
-
-
-def eventually(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+from testkit.waiting import eventually
 
 
 def run_of(nbytes: int, source: int = 0, dest: int = 0) -> CopyList:

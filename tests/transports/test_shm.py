@@ -32,6 +32,7 @@ from baton.transports.mapped.shm import ShmTransport
 from baton.transports.process import process_start_ticks
 from testkit.inside import process_of
 from testkit.processes.leftovers import files_left_open, open_files
+from testkit.waiting import eventually
 
 
 @pytest.fixture
@@ -39,13 +40,6 @@ def transport() -> Iterator[ShmTransport]:
     made = ShmTransport()
     yield made
     made.close()
-
-
-def eventually(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def segments(pid: int) -> list[str]:

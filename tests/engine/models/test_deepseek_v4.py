@@ -119,12 +119,13 @@ def test_greedy_tokens_are_those_of_transformers(name: str, find: Find) -> None:
 def module_of(path: Path, folder: Path) -> tuple[Any, dict[str, Tensor]]:
     """The MTP module's layer, head of streams and norm as a model of transformers, and the module's other tensors."""
     stored = load_file(path / "model.safetensors")
-    begin = "model." if "model.layers.0.attn.wq_a.weight" in stored else ""
     own = {name.removeprefix("mtp.0."): tensor for name, tensor in stored.items() if name.startswith("mtp.0.")}
     parts = {name: own.pop(name) for name in list(own) if name.split(".")[0] in ("enorm", "hnorm", "e_proj", "h_proj")}
     kept = {name: tensor for name, tensor in stored.items() if "embed" in name or name.endswith("head.weight")}
     for name, tensor in own.items():
-        kept[begin + (name if name.startswith(("hc_head", "norm")) else f"layers.0.{name}")] = tensor
+        # Published checkpoints name the head of streams otherwise than transformers.
+        name = name.replace("hc_head_", "hc_head.hc_")
+        kept["model." + (name if name.startswith(("hc_head", "norm")) else f"layers.0.{name}")] = tensor
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     raw = json.loads((path / "config.json").read_text())
     one = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"], "mlp_layer_types": ["moe"]}

@@ -118,9 +118,12 @@ def generate(models: Models, method: str, max_tokens: int, **settings: Any) -> t
 
 
 def load_reference(target: Path) -> Any:
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        target, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    """Raises `AssertionError` if transformers fills a tensor that the checkpoint lacks with random numbers."""
+    model, found = transformers.AutoModelForCausalLM.from_pretrained(
+        target, dtype=torch.float32, attn_implementation="eager", local_files_only=True, output_loading_info=True
     )
+    assert not found["missing_keys"], found["missing_keys"]
+    assert not found["mismatched_keys"], found["mismatched_keys"]
     # End tokens are ordinary tokens here; min_new_tokens would forbid them instead.
     model.generation_config.eos_token_id = model.config.eos_token_id = None
     return model
