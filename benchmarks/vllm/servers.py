@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from baton.children import die_with_parent
 from baton.errors import EngineUnavailableError
-from baton.parent import die_with_parent
 from baton.transports.process import stat_of
 from testkit.processes.launcher import Process
 

@@ -16,9 +16,6 @@ __all__ = ["LLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
 def __getattr__(name: str) -> object:
     # Importing torch takes seconds, and a router does not need it.
     if name == "LLM":
-        from baton.imports import check_kernel_cache
-
-        check_kernel_cache()
         from baton.engine.llm import LLM
 
         return LLM

@@ -1,16 +1,22 @@
-"""Child processes with a pipe for reports or for lines of text."""
+"""Child processes with a pipe for reports or lines, which die with their parent (PR_SET_PDEATHSIG)."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 END_TIMEOUT_S = 10.0
+_PR_SET_PDEATHSIG = 1
+# Imports nothing from the working directory, which may have a `types.py`; Python 3.10 cannot.
+PYTHON = (sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []))
 
 
 def start_reporting(
@@ -87,3 +93,17 @@ def end_processes(processes: Sequence[subprocess.Popen[bytes]], limit_s: float =
     deadline = time.monotonic() + limit_s
     for process in processes:
         wait_or_kill(process, max(0.0, deadline - time.monotonic()))
+
+
+def die_with_parent(by: signal.Signals = signal.SIGTERM, pipe: int | None = None) -> None:
+    """Have the kernel send this process `by` when its parent dies. Linux only.
+
+    `pipe`: only the parent has its other end; tells of a death before this call.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(by), 0, 0, 0)
+    if pipe is not None:
+        poll = select.poll()
+        poll.register(pipe, 0)
+        if poll.poll(0):
+            os.kill(os.getpid(), by)

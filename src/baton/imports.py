@@ -6,9 +6,6 @@ import contextlib
 import gc
 import sys
 from collections.abc import Iterator
-from typing import Any
-
-from baton.errors import ConfigError
 
 
 @contextlib.contextmanager
@@ -29,18 +26,3 @@ def without_gc() -> Iterator[None]:
             gc.freeze()
         if enabled:
             gc.enable()
-
-
-def check_kernel_cache() -> None:
-    """Raises `ConfigError` if Numba could not import kernels: no directory for compiled code can be written."""
-    import numba
-
-    compiled: Any = numba.njit(cache=True)
-    try:
-        compiled(_cached_beside_the_package)
-    except RuntimeError:
-        what = "names no directory that can be written, nor can the package's or the user's: compiled code needs one"
-        raise ConfigError("NUMBA_CACHE_DIR", what) from None
-
-
-def _cached_beside_the_package() -> None: ...

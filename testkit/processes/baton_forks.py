@@ -90,10 +90,14 @@ def _is_known(command: Sequence[str], options: dict[str, Any]) -> bool:
     environment = options.get("env") or os.environ
     if options.keys() - _OPTIONS or any(environment.get(name) != value for name, value in _THREADS.items()):
         return False
-    program, how, what = (*command, "", "", "")[:3]
-    if program != sys.executable:
+    if command[:1] != [sys.executable]:
         return False
+    how, what = (*_after_flags(command[1:]), "", "")[:2]
     return what in FORKED if how == "-m" else how == "-c" and what.startswith(tuple(f"from {m} " for m in FORKED))
+
+
+def _after_flags(arguments: Sequence[str]) -> list[str]:
+    return [*arguments[1:]] if arguments[:1] == ["-P"] else [*arguments]
 
 
 def _import_engine() -> None:
@@ -103,7 +107,7 @@ def _import_engine() -> None:
 
 def _run(arguments: list[str]) -> None:
     """As `python`. What it starts are forks of what it is now."""
-    how, what, *rest = arguments
+    how, what, *rest = _after_flags(arguments)
     sys.argv = [what if how == "-m" else how, *rest]
     tempfile.tempdir = None  # of another environment
     if "PYTHONFAULTHANDLER" in os.environ:

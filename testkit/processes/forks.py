@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from baton.parent import die_with_parent
+from baton.children import die_with_parent
 from testkit.processes.launcher import Order, Reap, Starter, read_line
 
 Serve = Callable[[list[str]], Any]

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from multiprocessing import resource_tracker
 
-from baton.parent import die_with_parent
+from baton.children import die_with_parent
 from testkit.processes.forks import fork_on_order
 
 # All of a server's processes, all models, and the plug-in.

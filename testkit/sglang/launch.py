@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from baton.parent import die_with_parent
+from baton.children import die_with_parent
 from testkit.processes.launcher import Launcher, Order, Process
 
 ROOT = Path(__file__).parents[2]

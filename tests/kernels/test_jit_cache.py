@@ -16,10 +16,10 @@ from typing import TextIO
 import numba
 import pytest
 
-from baton.kernels.cpu import jit_cache
+from baton import jit_cache
 
 _INNER = """\
-from baton.kernels.cpu.jit_cache import jit
+from baton.jit_cache import jit
 
 @jit
 def number():
@@ -27,7 +27,7 @@ def number():
 """
 _OUTER = """\
 from baton_probe.inner import number
-from baton.kernels.cpu.jit_cache import jit
+from baton.jit_cache import jit
 
 @jit
 def twice():
@@ -133,7 +133,7 @@ def test_a_function_that_another_process_keeps_locked_is_compiled_without_the_di
     assert answer(4) == (8, 0)
     (tmp_path / "baton_probe" / "inner.py").write_text(_INNER.format(number=3))
     (path,) = (tmp_path / "cache").rglob("outer.twice*.lock")
-    impatient = "from baton.kernels.cpu import jit_cache; jit_cache._MOST_WAIT_S = 0.0; " + _PROGRAM
+    impatient = "from baton import jit_cache; jit_cache._MOST_WAIT_S = 0.0; " + _PROGRAM
     with path.open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         command, env = [sys.executable, "-c", impatient], environment(tmp_path)
@@ -147,7 +147,7 @@ def test_a_stopped_process_is_waited_for_once_however_many_functions_it_keeps(an
     assert len(locks) == 2, "a function and the one that it calls"
     # Sleeping takes no time.
     clock = (
-        "from types import SimpleNamespace; from baton.kernels.cpu import jit_cache; slept = []; "
+        "from types import SimpleNamespace; from baton import jit_cache; slept = []; "
         "jit_cache.time = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append); "
     )
     command = [sys.executable, "-c", f"{clock}{_PROGRAM}; print(round(sum(slept)))"]

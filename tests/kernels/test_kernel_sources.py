@@ -8,6 +8,7 @@ inlined), and Python code may not take the address of a temporary.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -92,3 +93,9 @@ def test_the_check_finds_what_it_is_for(source: str) -> None:
 def test_only_one_decorator_inlines() -> None:
     inlines = [path.name for path in SOURCE.rglob("*.py") if 'inline="always"' in path.read_text(encoding="utf-8")]
     assert inlines == ["jit_cache.py"]
+
+
+def test_only_one_module_keeps_compiled_code() -> None:
+    """Numba's own cache has no lock, and raises for damaged files and full disks."""
+    keeps = [path.name for path in SOURCE.rglob("*.py") if re.search(r"cache=True|caching\(", path.read_text("utf-8"))]
+    assert keeps == ["jit_cache.py"]

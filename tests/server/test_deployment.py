@@ -21,6 +21,7 @@ import pytest
 
 import baton
 from baton.cli import main
+from baton.deployment import BATON
 from baton.errors import ConfigError, EngineUnavailableError
 from baton.transports.registry import parse_uri
 from benchmarks.deployment import BreakableDeployment
@@ -328,3 +329,11 @@ def test_idle_threads_let_go_of_a_core_soon(
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_char_p
     assert getenv(b"GOMP_SPINCOUNT") == (spins and spins.encode())
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has no flag for it")
+def test_children_import_nothing_from_the_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "types.py").write_text("raise SystemExit('a stranger')")
+    subprocess.run([*BATON, "--version"], cwd=tmp_path, check=True)
+    modules = Path(baton.__file__).parent.rglob("*.py")
+    assert not [path for path in modules if 'sys.executable, "-m"' in path.read_text(encoding="utf-8")]

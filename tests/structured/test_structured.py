@@ -333,7 +333,7 @@ def test_a_checking_process_that_does_not_work(
     hangs = tmp_path / "hangs"
     hangs.write_text("#!/bin/sh\nexec sleep 600\n")
     hangs.chmod(mode)
-    monkeypatch.setattr("sys.executable", str(hangs))
+    monkeypatch.setattr("baton.structured.checker.PYTHON", (str(hangs),))
     monkeypatch.setattr("baton.structured.checker.START_LIMIT_S", 0.2)
     checker = Checker(lambda: "x" * 4_000_000, 10, [1])
     try:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -114,3 +119,13 @@ def test_runs_are_left_out_once_it_is_to_stop(length: int) -> None:
     source, dest = np.ones(at.size * length, dtype=np.uint8), lines(at.size * length)
     assert copy_runs(source, dest, CopyList(0, 0, at, at, np.full(at.size, length)), column(1, 0)) == 0
     assert not dest.any()
+
+
+def test_a_damaged_cache_of_compiled_code_ends_no_start(tmp_path: Path) -> None:
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", "import baton.transports.copying"], env=environment, check=True)
+        kept = [*tmp_path.rglob("*.nb?")]
+        assert len(kept) == 2, "an index and code"
+        for file in kept:
+            os.truncate(file, 20)

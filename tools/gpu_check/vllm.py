@@ -35,7 +35,7 @@ from pathlib import Path
 
 from baton.errors import BatonError, EngineUnavailableError
 from baton.handoff.session.keys import make_keys
-from baton.parent import die_with_parent
+from baton.children import die_with_parent
 from benchmarks.vllm.servers import ServerConfig, VllmServer, free_port, serve
 from tools.gpu_check import vllm_requests
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from baton.cli.options import EngineOptions, ModelArgument, with_options
-from baton.imports import check_kernel_cache, without_gc
+from baton.imports import without_gc
 from baton.sampling_params import SamplingParams
 from baton.wire import GenerateRequest
 
@@ -32,7 +32,6 @@ def generate_command(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=options.seed
     ).check()
     with without_gc():
-        check_kernel_cache()
         from baton.engine.async_engine import AsyncEngine
         from baton.openai.output import ChoiceOutput
         from baton.text import Tokenizer

@@ -39,7 +39,7 @@ from baton.engine.ports import check_ports, warn_if_loopback
 from baton.errors import CheckpointError, ConfigError, EngineUnavailableError
 from baton.handoff.protocol.ticket import load_or_create_key
 from baton.handoff.session.keys import KeyRing
-from baton.imports import check_kernel_cache, without_gc
+from baton.imports import without_gc
 from baton.router.config.router_settings import RoutingSettings
 from baton.text import Tokenizer
 from baton.wire import Role
@@ -83,7 +83,6 @@ def serve_command(
             tokenizer = Tokenizer.load(config.model, **template)
             reporter.progress("loading libraries")
             with without_gc():
-                check_kernel_cache()
                 from baton.engine.async_engine import AsyncEngine
                 from baton.server.app import build_app
                 from baton.server.run import run_engine

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from baton.children import die_with_parent
 from baton.errors import ConfigError
-from baton.parent import die_with_parent
 
 _AGAIN_S = 10.0
 _MOST_CHARS = 2000

@@ -12,14 +12,13 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TypeVar
 
-from baton.children import end_processes, start_reporting
+from baton.children import PYTHON, end_processes, start_reporting
 from baton.deployment.child import read_reports
 from baton.deployment.child_log import ChildLog, LogLine
 from baton.deployment.child_process import Child
@@ -31,7 +30,7 @@ from baton.transports.registry import parse_uri, with_path
 
 D = TypeVar("D", bound="Deployment")
 START_TIMEOUT_S = 300.0
-BATON = (sys.executable, "-m", "baton.cli")
+BATON = (*PYTHON, "-m", "baton.cli")
 CONFIG_STATUS = 2
 # Prefix of environment variables that are flags of `baton`.
 FLAG_VARIABLES = "BATON_FLAG_"

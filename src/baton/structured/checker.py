@@ -7,11 +7,11 @@ import json
 import os
 import selectors
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 
+from baton.children import PYTHON
 from baton.errors import EngineUnavailableError
 from baton.structured.source import grammar_error
 
@@ -53,7 +53,7 @@ class Checker:
     def _start(self) -> None:
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "baton.structured.check_process"],
+                [*PYTHON, "-m", "baton.structured.check_process"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

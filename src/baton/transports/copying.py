@@ -13,6 +13,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
+from baton.jit_cache import compiled
 from baton.kv.geometry import CopyList, Int64Array
 from baton.transports.base import ByteArray
 
@@ -153,7 +154,7 @@ def _copy_runs(
 _column = types.Array(types.int64, 1, "C", readonly=False)
 _signature = types.int64(types.int64, types.int64, _column, _column, _column, types.Array(types.int64, 1, "C"))
 # Compiled at import (later from the cache), never during a transfer.
-_compiled = cast("Callable[..., int]", numba.njit(_signature, nogil=True, cache=True, boundscheck=False)(_copy_runs))
+_compiled = cast("Callable[..., int]", compiled(_copy_runs, _signature, nogil=True, boundscheck=False))
 
 
 def copy_runs(source: ByteArray, dest: ByteArray, copies: CopyList, flags: Int64Array) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 from baton.deployment import Deployment
 from baton.errors import BatonError, ConfigError
-from baton.imports import check_kernel_cache, without_gc
+from baton.imports import without_gc
 from baton.openai.client import OpenAIClient, base_url, connected_client
 from baton.verify.acceptance_check import Acceptance
 from baton.verify.counters import metrics_urls, read_counters, read_handed_back, read_settled
@@ -141,7 +141,6 @@ class EngineSide:
 
     def answers(self, cases: Sequence[Case]) -> Answers:
         with without_gc():
-            check_kernel_cache()
             from baton.engine.llm import LLM
 
         with LLM(**self.settings) as llm:

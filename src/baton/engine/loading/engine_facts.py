@@ -6,12 +6,14 @@ They cover every setting that may change a token or the end of an output. Page s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from llvmlite import binding  # type: ignore[import-untyped]
+from numba.core import config as untyped_config
 
 from baton.comparison import PROCESSOR
 from baton.drafters.base import Drafter
@@ -28,6 +30,9 @@ from baton.structured import LIBRARY
 
 # Raise this when a request may get other tokens than before.
 SAMPLER_VERSION = "2"
+_config: Any = untyped_config
+# A hypervisor may hide them.
+_BF16_PRODUCTS = ("avx512bf16", "amx-bf16", "bf16")
 # More than one tile of keys, and not a whole number of pages.
 PROBE_TOKENS = 75
 
@@ -84,7 +89,12 @@ def processor(device: torch.device) -> str:
     """What kernels are chosen by."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{binding.get_host_cpu_name()} {torch.backends.cpu.get_cpu_capability()}"
+    name = _config.CPU_NAME or binding.get_host_cpu_name()
+    return cpu_fact(name, torch.backends.cpu.get_cpu_capability(), binding.get_host_cpu_features())
+
+
+def cpu_fact(name: str, capability: str, features: Mapping[str, bool]) -> str:
+    return " ".join([name, capability, *(feature for feature in _BF16_PRODUCTS if features.get(feature))])
 
 
 @torch.inference_mode()

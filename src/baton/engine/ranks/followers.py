@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
-from baton.children import wait_or_kill
+from baton.children import PYTHON, wait_or_kill
 from baton.directories import RunDirectory
 from baton.drafters.base import Drafter, reads_of
 from baton.engine.config import EngineConfig
@@ -67,7 +67,7 @@ class Followers:
         here, there = Pipe()
         with there:
             process = subprocess.Popen(
-                [sys.executable, "-m", "baton.engine.ranks.worker", str(there.fileno())],
+                [*PYTHON, "-m", "baton.engine.ranks.worker", str(there.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr.fileno() if _has_fileno(sys.stderr) else None,
                 pass_fds=[there.fileno()],

@@ -15,6 +15,7 @@ from typing import NoReturn
 import numpy as np
 import torch
 
+from baton.children import die_with_parent
 from baton.engine.attention.registry import get_backend
 from baton.engine.executor import LocalExecutor
 from baton.engine.loading.checkpoints import load_checkpoints
@@ -39,7 +40,6 @@ from baton.engine.ranks.orders import (
 from baton.engine.runner import ModelRunner
 from baton.errors import BatonError
 from baton.kv.spec import GroupSpec
-from baton.parent import die_with_parent
 from baton.transports.mapped.populate import populate
 
 log = logging.getLogger(__name__)

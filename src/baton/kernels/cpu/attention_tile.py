@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from baton.jit_cache import jit
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS, pair_products
-from baton.kernels.cpu.jit_cache import jit
 from baton.kernels.cpu.scalar import exp32
 from baton.kernels.cpu.simd import CHUNKS, LANES, chunks_at_once, exponentials, largest, products
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from baton.kernels.cpu.jit_cache import jit_contract
+from baton.jit_cache import jit_contract
 from baton.kernels.cpu.scalar import exp32, to_f32
 
 _ONE = np.float32(1.0)

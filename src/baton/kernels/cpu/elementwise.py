@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
-from baton.kernels.cpu.jit_cache import jit
+from baton.jit_cache import jit
 from baton.kernels.cpu.omp import Kernel, arguments, float_bits, float_of, pointer, take, threads_for
 from baton.kernels.cpu.scalar import as_array, exp32, from_f32, to_f32
 from baton.kernels.cpu.simd import LANES, added, scaled, silu_times, square_sum

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from baton.kernels.cpu.jit_cache import jit_contract
+from baton.jit_cache import jit_contract
 from baton.kernels.cpu.scalar import exp32, from_f32, softplus32, to_f32
 from baton.kernels.cpu.scan_steps import update_fused
 from baton.kernels.cpu.simd import LANES

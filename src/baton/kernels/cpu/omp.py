@@ -22,7 +22,7 @@ import torch
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.extending import intrinsic
 
-from baton.kernels.cpu.jit_cache import callback
+from baton.jit_cache import callback
 
 _numba: Any = numba
 _ARGUMENTS = _numba.types.CPointer(numba.int64)

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
+from baton.jit_cache import jit
 from baton.kernels.cpu.attention_tile import F32_BYTES, MINUS_INFINITY, ROW_BLOCK, TILE, attend_tile
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
-from baton.kernels.cpu.jit_cache import jit
 from baton.kernels.cpu.omp import Kernel, float_of, pointer, take
 from baton.kernels.cpu.scalar import from_f32, to_f32
 from baton.kernels.cpu.simd import LANES, touch

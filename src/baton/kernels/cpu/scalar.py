@@ -16,7 +16,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.extending import intrinsic
 from torch import Tensor
 
-from baton.kernels.cpu.jit_cache import jit
+from baton.jit_cache import jit
 
 # exp(x) = 2^n * e^r with n = round(x / ln 2). Adding _MAGIC rounds to an integer in the low mantissa bits.
 _LOG2E = np.float32(1.4426950408889634)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.kernels.cpu.jit_cache import jit
+from baton.jit_cache import jit
 from baton.kernels.cpu.scalar import as_array, exp32, softplus32
 
 _ZERO, _ONE, _TWO = np.float32(0.0), np.float32(1.0), np.float32(2.0)

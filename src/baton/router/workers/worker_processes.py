@@ -14,8 +14,8 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+from baton.children import die_with_parent
 from baton.errors import BatonError
-from baton.parent import die_with_parent
 
 logger = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
+from baton.jit_cache import jit, jit_inline
 from baton.kernels.cpu.fused.fields import (
     BESTS,
     CHECKS,
@@ -25,7 +26,6 @@ from baton.kernels.cpu.fused.products import BLOCK_BYTES, multiply, operand
 from baton.kernels.cpu.fused.rows import BF16, number_at
 from baton.kernels.cpu.fused.stages import STAGE_BYTES, finish, take_piece
 from baton.kernels.cpu.gemm.small_gemm import num_pieces, outputs_of
-from baton.kernels.cpu.jit_cache import jit, jit_inline
 from baton.kernels.cpu.omp import pointer
 from baton.kernels.cpu.scalar import to_f32
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
+from baton.jit_cache import jit_inline
 from baton.kernels.cpu.fused.attention import attend
 from baton.kernels.cpu.fused.choice import choose, head
 from baton.kernels.cpu.fused.fields import (
@@ -56,7 +57,6 @@ from baton.kernels.cpu.fused.fields import (
 from baton.kernels.cpu.fused.products import SCRATCH_BYTES, gate, project
 from baton.kernels.cpu.fused.rows import final_norms, join, norms, number_at
 from baton.kernels.cpu.fused.stages import STAGE_BYTES
-from baton.kernels.cpu.jit_cache import jit_inline
 from baton.kernels.cpu.omp import Kernel, pointer, take
 
 

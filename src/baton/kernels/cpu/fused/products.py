@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from baton.jit_cache import jit, jit_inline
 from baton.kernels.cpu.elementwise import add_row, gate_row
 from baton.kernels.cpu.fused.fields import HIDDEN, INNER, INNERS, NORMED, NUM_ROWS, OPERAND, X
 from baton.kernels.cpu.fused.rows import BF16, ELEMENT_BYTES
@@ -12,7 +13,6 @@ from baton.kernels.cpu.gemm.int8_gemm import multiply_narrowed, narrow_piece
 from baton.kernels.cpu.gemm.int8_rows import num_narrow_pieces
 from baton.kernels.cpu.gemm.small_gemm import multiply_piece, num_pieces, outputs_of
 from baton.kernels.cpu.gemm.wide_gemm import HAS_WIDE_PRODUCTS, multiply_widened, num_widen_pieces, widen_piece
-from baton.kernels.cpu.jit_cache import jit, jit_inline
 from baton.kernels.cpu.simd import CHUNKS, LANES
 
 BLOCK = CHUNKS * LANES

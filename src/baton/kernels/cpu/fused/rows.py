@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
+from baton.jit_cache import jit
 from baton.kernels.cpu.elementwise import norm_row
 from baton.kernels.cpu.fused.fields import (
     ADDS_NORMED,
@@ -29,7 +30,6 @@ from baton.kernels.cpu.fused.fields import (
     X,
 )
 from baton.kernels.cpu.fused.stages import finish, take_piece
-from baton.kernels.cpu.jit_cache import jit
 from baton.kernels.cpu.omp import float_of, pointer
 
 # Rows that a thread takes at a time.

@@ -17,7 +17,7 @@ import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.extending import intrinsic
 
-from baton.kernels.cpu.jit_cache import jit
+from baton.jit_cache import jit
 from baton.kernels.cpu.omp import pointer, take
 from baton.kernels.cpu.simd import cgutils
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
 
+from baton.jit_cache import jit
 from baton.kernels.cpu.gemm.int8_products import Int8Path, Sums, products_of
 from baton.kernels.cpu.gemm.int8_rows import GROUP, GROUP_BYTES, groups_of, narrow_rows
 from baton.kernels.cpu.gemm.small_gemm import outputs_of
-from baton.kernels.cpu.jit_cache import jit
 from baton.kernels.cpu.simd import LANES, cgutils, has_features, load, prefetch
 
 # Sums of 6 rows fill 12 of 16 registers.

@@ -14,7 +14,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import carray  # type: ignore[attr-defined]
 from numba.extending import intrinsic
 
-from baton.kernels.cpu.jit_cache import jit
+from baton.jit_cache import jit
 from baton.kernels.cpu.omp import pointer
 from baton.kernels.cpu.simd import CHUNKS, LANES, folded, load_widened, splat, store
 

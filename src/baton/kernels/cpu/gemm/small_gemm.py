@@ -19,8 +19,8 @@ from numba import carray  # type: ignore[attr-defined]
 from numba.extending import intrinsic
 from torch import Tensor
 
+from baton.jit_cache import jit
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS, add_products, store_with_bias
-from baton.kernels.cpu.jit_cache import jit
 from baton.kernels.cpu.omp import Kernel, arguments, take, threads_for
 from baton.kernels.cpu.simd import CHUNKS, LANES, cgutils, prefetch
 

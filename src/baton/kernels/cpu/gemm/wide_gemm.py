@@ -18,9 +18,9 @@ from numba import carray  # type: ignore[attr-defined]
 from numba.extending import intrinsic
 from torch import Tensor
 
+from baton.jit_cache import jit
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS, store_with_bias
 from baton.kernels.cpu.gemm.small_gemm import num_pieces, outputs_of
-from baton.kernels.cpu.jit_cache import jit
 from baton.kernels.cpu.omp import Kernel, arguments, pointer, take, threads_for
 from baton.kernels.cpu.scalar import to_f32
 from baton.kernels.cpu.simd import CHUNKS, LANES, cgutils, fma, has_features, load, splat

@@ -22,6 +22,8 @@ import numba
 from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
 
+from baton.errors import ConfigError
+
 log = logging.getLogger(__name__)
 # Numba has no annotations.
 _numba: Any = numba
@@ -30,9 +32,13 @@ _MOST_WAIT_S, _TOLD_AFTER_S = 120.0, 5.0
 _IMPORT = re.compile(r"^from (baton[\w.]*) import", re.MULTILINE)
 
 
-def compiled(function: Callable[..., Any], **options: Any) -> Any:
-    dispatcher = _numba.njit(cache=True, **options)(function)
-    _stamp(dispatcher, function.__module__)
+def compiled(function: Callable[..., Any], signature: Any = None, **options: Any) -> Any:
+    """With a `signature`, compiled now. Raises `ConfigError` if no directory for code can be written."""
+    dispatcher = _numba.njit(**options)(function)
+    _keep(dispatcher, function.__module__)
+    if signature is not None:
+        dispatcher.compile(signature)
+        dispatcher.disable_compile()
     return dispatcher
 
 
@@ -53,20 +59,22 @@ def jit_contract(function: F) -> F:
 
 def callback(function: Callable[..., Any], signature: Any, **options: Any) -> Any:
     made: Any = CFunc(function, (signature.args, signature.return_type), {}, {"nopython": True, **options})
-    made.enable_caching()
-    _stamp(made, function.__module__)
+    _keep(made, function.__module__)
     made.compile()
     return made
 
 
-def _stamp(function: Any, module: str) -> None:
+def _keep(function: Any, module: str) -> None:
+    try:
+        function.enable_caching()
+    except RuntimeError:
+        what = "names no directory that can be written, nor can the package's or the user's: compiled code needs one"
+        raise ConfigError("NUMBA_CACHE_DIR", what) from None
     cache = function._cache
-    # None without a writable folder.
-    if (file := getattr(cache, "_cache_file", None)) is not None:
-        file._source_stamp = source_digest(module)
-        cache.load_overload = functools.partial(_load, cache, cache.load_overload)
-        cache.save_overload = functools.partial(_save, cache, cache.save_overload)
-        function.compile = functools.partial(_compile, _lock_file(cache), function.compile)
+    cache._cache_file._source_stamp = source_digest(module)
+    cache.load_overload = functools.partial(_load, cache, cache.load_overload)
+    cache.save_overload = functools.partial(_save, cache, cache.save_overload)
+    function.compile = functools.partial(_compile, _lock_file(cache), function.compile)
 
 
 def _lock_file(cache: Any) -> Path:
