@@ -97,7 +97,7 @@ class DataRanks:
                         if "ready" in report:
                             urls[rank], kv = report["ready"], report["kv"]
                             selector.unregister(key.fileobj)
-                        elif "progress" in report:
+                        elif "progress" in report and "again" not in report:
                             reporter.progress(f"rank {rank}: {report['progress']}")
         return [urls[rank] for rank in range(len(urls))], kv
 

@@ -1,7 +1,7 @@
 """A child process's side of a deployment: it reports to its parent, and ends when the parent dies.
 
-A report is a line of JSON: `{"progress": text}` while it starts, `{"refused": field, "why": text}` for a bad setting,
-`{"ready": url}` once it serves, and `{"signalled": true}` when it ends because of a signal.
+A report is a line of JSON: `{"progress": text}` while it starts, repeated with `"again"`; `{"refused": field, "why":
+text}` for a bad setting, `{"ready": url}` once it serves, `{"signalled": true}` when it ends because of a signal.
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ class Reporter:
         while not self._ready.wait(_AGAIN_S):
             took = time.monotonic() - self._began
             if self._step and took >= _AGAIN_S:
-                self._report(f"{self._step}: {took:.0f} s so far")
+                self._report(f"{self._step}: {took:.0f} s so far", again=True)
 
-    def _report(self, text: str) -> None:
+    def _report(self, text: str, **more: bool) -> None:
         if self._fd is None:
             self._on_progress(text)
         else:
             with contextlib.suppress(OSError):
-                self._write({"progress": text})
+                self._write({"progress": text, **more})
 
     def ready(self, url: str, kv: str = "", urls: Sequence[str] = ()) -> None:
         """`kv`: the KV capacity, as text. `urls`: of all data-parallel ranks, `url` first."""

@@ -29,7 +29,6 @@ from baton.transports.mapped.segments import remove_stale_segments
 from baton.transports.registry import parse_uri, with_path
 
 D = TypeVar("D", bound="Deployment")
-START_TIMEOUT_S = 300.0
 BATON = (*PYTHON, "-m", "baton.cli")
 CONFIG_STATUS = 2
 # Prefix of environment variables that are flags of `baton`.
@@ -64,6 +63,7 @@ class Deployment:
     - `port`: the first router's. `engine_port_base`: the first engine's. 0, and other routers: free ports.
     - `named`: gives a child's error about a setting the name under which the user gave it.
     - `forward`: called with a child's name and each line of its log.
+    - `start_timeout_s`: without progress.
     - `shutdown_timeout_s`: for a child that gets a signal. Close the deployment only after its requests have ended.
     - `data_ranks`: data-parallel ranks per engine, by role.
 
@@ -89,6 +89,7 @@ class Deployment:
     forward: Callable[[str, LogLine], None] | None = None
     log_format: str = "text"
     command: Sequence[str] | None = None
+    start_timeout_s: float = 300.0
     shutdown_timeout_s: float = 0.0
     engine_port_base: int = 0
     data_ranks: Mapping[str, int] = field(default_factory=dict)
@@ -252,18 +253,19 @@ class Deployment:
         return Child(name, arguments, process, pipe, log)
 
     def _await_ready(self, children: Sequence[Child]) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
+        heard = time.monotonic()
         with selectors.DefaultSelector() as selector:
             waiting = [child for child in children if child.url is None]
             for child in waiting:
                 selector.register(child.pipe, selectors.EVENT_READ, child)
             while any(child.url is None for child in waiting):
-                events = selector.select(max(0.0, deadline - time.monotonic()))
+                events = selector.select(max(0.0, heard + self.start_timeout_s - time.monotonic()))
                 if not events:
                     names = ", ".join(child.name for child in waiting if child.url is None)
-                    raise EngineUnavailableError(f"{names} did not start within {START_TIMEOUT_S:.0f} s")
+                    raise EngineUnavailableError(f"{names}: no progress for {self.start_timeout_s:g} s of the start")
                 for key, _ in events:
-                    self._read_reports(key.data)
+                    if self._has_progressed(key.data):
+                        heard = time.monotonic()
                     if key.data.url is not None:
                         selector.unregister(key.fileobj)
 
@@ -271,7 +273,7 @@ class Deployment:
         child.read_last_reports()
         return str(self.named(child.role, child.refusal)) if child.refusal is not None else _last_line(child)
 
-    def _read_reports(self, child: Child) -> None:
+    def _has_progressed(self, child: Child) -> bool:
         reports, child.pending = read_reports(child.pipe, child.pending)
         if reports is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -286,6 +288,7 @@ class Deployment:
             child.note(report)
             if "progress" in report or "ready" in report:
                 self.on_progress(f"{child.name}: {report.get('progress') or f'ready at {child.url}'}")
+        return any("again" not in report for report in reports)
 
 
 def rank_ids(engine_id: str, data_ranks: int) -> list[str]:
