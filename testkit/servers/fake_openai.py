@@ -122,7 +122,7 @@ def running(fake: FakeOpenAI) -> Iterator[str]:
     for path in ("/v1/completions", "/v1/chat/completions"):
         app.router.add_post(path, fake.complete)
     app.router.add_route("*", "/{path:.*}", fake.other)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
 
     async def start() -> None:
         await runner.setup()

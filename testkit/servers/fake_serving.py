@@ -126,7 +126,7 @@ class FakeEngine:
         self.parted: dict[str, str] = {}
         self.when_lost: Callable[[], None] = lambda: None
         self.takes_any = False
-        self.pause: asyncio.Event | None = None  # tokens after the first wait for it
+        self.pause: asyncio.Event | None = None  # tokens after the first, and a prefill leg's end, wait for it
 
     def start(self) -> None:
         """Nothing to load."""
@@ -243,6 +243,8 @@ class FakeEngine:
             )
             if role == "prefill":
                 await asyncio.sleep(self.step_s)
+                if self.pause is not None:
+                    await self.pause.wait()
                 future.set_result("handed over" if hands_over else "finished")
                 return
             if start > self.fail_after and self.fail == "mid-stream":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,8 +20,10 @@ from baton.text import Tokenizer
 from testkit.servers import fake_serving
 from testkit.servers.fake_serving import ADMIN_TOKEN, KEY, FakeEngine, await_engines, served, status_of, until
 
-# Engines and router share one loop, which other tests may block for a while.
-QUICK = RouterTimers(check=0.05, answer=0.5, lease=1.5, patience=1.0)
+# Engines and router share one loop, which other tests may block for a while: no engine is silent for that reason.
+QUICK = RouterTimers(check=0.05, answer=10.0, lease=30.0, patience=1.0)
+# Of tests in which engines fall silent.
+SILENT = dataclasses.replace(QUICK, answer=0.5, lease=1.5)
 BODY = {"prompt": "a", "max_tokens": 30, "seed": 3, "logprobs": 1, "return_token_ids": True}
 
 

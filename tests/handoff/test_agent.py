@@ -402,7 +402,8 @@ def test_closing_one_engine_frees_the_other(pair: Pair, mode: str, dies: str) ->
     p.agent.open_prefill(ticket)
     d.agent.open_decode(ticket, 8, {"target": Interval(0, 8), "draft": Interval(0, 8)}, d.pages(1, 8))
     p.agent.declare_final(ticket.key, 8, p.pages(1, 8), {"target": 4, "draft": 3})
-    time.sleep(0.05)
+    # Before that, P has nothing that connects its leg with D.
+    eventually(lambda: (attempt := rank_handoffs_of(p.agent).runner.prefills.get(ticket.key)) and attempt.session)
     (p if dies == "P" else d).close()
     if dies == "P":
         d.next(DecodeFailed)

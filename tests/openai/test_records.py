@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,13 @@ async def test_a_line_for_each_request(directory: Path, caplog: pytest.LogCaptur
     caplog.set_level(logging.INFO, "baton.openai.records")
     engine = FakeEngine(directory, step_s=0.01)
     async with served(build_app(engine, Tokenizer.load(directory))) as url, aiohttp.ClientSession() as session:
+        began = time.perf_counter()
         _, answer = await complete(session, url, prompt="abc", max_tokens=7)
+        took_ms = (time.perf_counter() - began) * 1e3
         (line,) = fields(caplog)
         assert line["id"].startswith(answer["id"])
-        assert (line["ttft_ms"], line["tpot_ms"]) == (pytest.approx(5, abs=500), pytest.approx(5, abs=500))
+        assert 0 < line["ttft_ms"] < took_ms
+        assert 1 < line["tpot_ms"] < took_ms
         counts = {name: line[name] for name in ("model", "prompt_tokens", "output_tokens", "cached_tokens", "finish")}
         assert counts == {
             "model": "fake",

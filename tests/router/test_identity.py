@@ -16,7 +16,7 @@ from baton.comparison import PROCESSOR, token_identity
 from baton.errors import CheckpointError
 from baton.timeouts import timeout
 from testkit.servers.fake_serving import ADMIN, FakeEngine, join, served, status_of, until
-from testkit.servers.fleets import BODY, Cluster, complete, expected_answer
+from testkit.servers.fleets import BODY, SILENT, Cluster, complete, expected_answer
 
 OTHER_TEXT = "Quite another model says quite other things, at any length that is wanted. "
 
@@ -61,7 +61,7 @@ async def test_a_stream_never_goes_on_with_another_model(directory: Path) -> Non
     p, d = cluster.prefills[0], cluster.decodes[0]
     d.fail, d.when_lost = "lost", lambda: other_weights(d)
     p.fail, p.fail_after, p.when_lost = "dies", 20, lambda: cluster.stop(p)
-    async with cluster.run() as (url, session):
+    async with cluster.run(timers=SILENT) as (url, session):
         expected = (await expected_answer(directory, session, max_tokens=60))["choices"][0]["token_ids"]
         tokens, error = await stream(session, url, max_tokens=60)
         assert tokens == expected[: len(tokens)]

@@ -36,7 +36,17 @@ from baton.text import Tokenizer
 from baton.timeouts import timeout
 from baton.wire import MAX_WAITED_S, EngineInfo, EngineLoad, GenerateRequest, TokenChunk, TokenLogprobs
 from testkit.servers.fake_serving import ADMIN, ADMIN_TOKEN, FakeEngine, await_engines, served, status_of, until
-from testkit.servers.fleets import BODY, QUICK, Cluster, bare, complete, expected_answer, recoveries, several_answers
+from testkit.servers.fleets import (
+    BODY,
+    QUICK,
+    SILENT,
+    Cluster,
+    bare,
+    complete,
+    expected_answer,
+    recoveries,
+    several_answers,
+)
 
 
 async def num_healthy(session: aiohttp.ClientSession, url: str, num: int) -> None:
@@ -224,7 +234,7 @@ async def test_a_silent_decode_engine_loses_its_legs_with_its_lease(directory: P
         engine.step_s = 0.05
     if num_tokens == 0:
         cluster.prefills[0].step_s = 1e3  # nothing would ever be handed over
-    async with cluster.run() as (url, session):
+    async with cluster.run(timers=SILENT) as (url, session):
         asked = asyncio.create_task(complete(session, url))
         await until(lambda: cluster.decodes[0].running == 1)
         if num_tokens:
@@ -259,7 +269,7 @@ async def test_an_engine_that_falls_silent_after_it_was_removed_loses_its_legs(d
     cluster = Cluster(directory)
     for engine in cluster.decodes:
         engine.step_s = 0.05
-    async with cluster.run(admin_token=ADMIN_TOKEN) as (url, session):
+    async with cluster.run(timers=SILENT, admin_token=ADMIN_TOKEN) as (url, session):
         asked = asyncio.create_task(complete(session, url))
         await until(lambda: cluster.decodes[0].running == 1)
         removed = (await status_of(session, url))["engines"][2]["url"]
@@ -431,14 +441,14 @@ async def test_a_router_that_was_halted_gives_nobody_up(directory: Path) -> None
     cluster = Cluster(directory)
     for engine in cluster.decodes:
         engine.step_s = 0.02
-    async with cluster.run() as (url, session):
+    async with cluster.run(timers=SILENT) as (url, session):
         asked = asyncio.create_task(complete(session, url))
         # On either: one that was slow to answer at the start is chosen less.
         await until(lambda: any(engine.running == 1 for engine in cluster.decodes))
         for engine in cluster.prefills + cluster.decodes:
             cluster.stop(engine)
         await asyncio.sleep(0.07)  # questions to all of them are in flight
-        time.sleep(2 * QUICK.lease)  # no loop runs: as if this process had been stopped
+        time.sleep(2 * SILENT.lease)  # no loop runs: as if this process had been stopped
         for engine in cluster.prefills + cluster.decodes:
             cluster.cont(engine)
         status, answer = await asked
@@ -540,7 +550,7 @@ async def test_a_decode_engine_that_hangs_is_given_up(directory: Path) -> None:
         return whole()
 
     hangs.load = load  # type: ignore[method-assign]
-    async with cluster.run() as (url, session):
+    async with cluster.run(timers=SILENT) as (url, session):
         status, answer = await asyncio.wait_for(complete(session, url), 30)
         assert status == 200, answer
         assert bare(answer) == await expected_answer(directory, session)

@@ -21,7 +21,15 @@ from testkit.servers.fleets import QUICK
 @pytest.mark.parametrize(("path", "asked"), [("/metrics", "/metrics"), ("/status", "/inference/v1/load")])
 async def test_many_who_ask_at_once_are_one_for_the_engines(directory: Path, path: str, asked: str) -> None:
     paths: list[str] = []
-    go_on = asyncio.Event()
+    go_on, num_came = asyncio.Event(), 0
+
+    @web.middleware
+    async def count(request: web.Request, handler: object) -> web.StreamResponse:
+        nonlocal num_came
+        num_came += 1
+        assert callable(handler)
+        response: web.StreamResponse = await handler(request)
+        return response
 
     @web.middleware
     async def gate(request: web.Request, handler: object) -> web.StreamResponse:
@@ -37,7 +45,9 @@ async def test_many_who_ask_at_once_are_one_for_the_engines(directory: Path, pat
     async with contextlib.AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
         url = await stack.enter_async_context(served(engine))
-        front = await stack.enter_async_context(served(await build_app(RouterConfig(both=(url,), ticket_key=KEY))))
+        router = await build_app(RouterConfig(both=(url,), ticket_key=KEY))
+        router.middlewares.append(count)
+        front = await stack.enter_async_context(served(router))
 
         async def get() -> None:
             async with session.get(front + path) as response:
@@ -45,8 +55,7 @@ async def test_many_who_ask_at_once_are_one_for_the_engines(directory: Path, pat
                 await response.read()
 
         many = [asyncio.create_task(get()) for _ in range(10)]
-        await until(lambda: asked in paths)
-        await asyncio.sleep(0.2)
+        await until(lambda: asked in paths and num_came == len(many))
         go_on.set()
         await asyncio.gather(*many)
         assert paths.count(asked) == 1

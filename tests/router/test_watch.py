@@ -22,7 +22,7 @@ from baton.observe.terminal import fit_to_terminal, status_text
 from baton.server import build_app
 from baton.text import Tokenizer
 from testkit.servers.fake_serving import FakeEngine, served, status_of
-from testkit.servers.fleets import Cluster, complete
+from testkit.servers.fleets import SILENT, Cluster, complete
 from tests.router.test_acceptance import named
 
 
@@ -177,7 +177,7 @@ def test_a_malformed_url_is_refused(url: str) -> None:
 
 async def test_a_router_that_is_not_ready_ends_with_status_1(directory: Path) -> None:
     cluster = named(Cluster(directory, num_prefill=1, num_decode=1))
-    async with cluster.run() as (url, session):
+    async with cluster.run(timers=SILENT) as (url, session):
         for engine in (await status_of(session, url))["engines"]:
             cluster.stop(cluster.prefills[0] if engine["role"] == "prefill" else cluster.decodes[0])
         while (await status_of(session, url))["ready"]:

@@ -74,7 +74,7 @@ async def test_generate_refuses_and_reports(directory: Path) -> None:
 
 
 async def test_a_router_that_leaves_aborts_the_request(directory: Path) -> None:
-    engine = FakeEngine(directory, step_s=0.02)
+    engine = FakeEngine(directory, step_s=1e3)
     app = build_app(engine, Tokenizer.load(directory))
     async with served(app) as url, aiohttp.ClientSession() as session:
         long = body(sampling_params={"max_tokens": 200})

@@ -113,7 +113,7 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
         {"raw": b"", "status": 307, "headers": {"Location": "/elsewhere"}},
         "HTTP 307: redirects are not followed",
     ),
-    "silence": ({"delay_s": 3.0}, "no answer in time"),
+    "silence": ({"delay_s": 60.0}, "no answer in time"),
     "too large": ({"raw": b" " * 3_000_000}, "larger than 2000000 bytes"),
 }
 
@@ -149,7 +149,8 @@ def test_bad_answers_are_no_answers(name: str, side: str, verify: Verify, monkey
     settings, message = MALFORMED[name]
     fake = FakeOpenAI(**settings)
     sides = (fake, FakeOpenAI()) if side == "reference" else (FakeOpenAI(), fake)
-    result = verify(*sides, "--request-timeout", "0.5" if name == "silence" else "20")
+    limits = ("--request-timeout", "2", "--lengths", "5") if name == "silence" else ()
+    result = verify(*sides, *limits)
     assert result.code == 1, result
     assert f"DIFFERENT candidate: request 0 (prompt of 5 tokens): no answer from the {side}: " in result.out
     assert message in result.out

@@ -97,7 +97,8 @@ async def test_a_client_that_leaves_as_its_turn_comes_is_cancelled(
 
 async def test_a_waiting_request_has_begun_on_no_engine(directory: Path) -> None:
     """The engine does not know of it, and beyond the queue's limit it is refused."""
-    engine = FakeEngine(directory, length=40, step_s=0.02)
+    engine = FakeEngine(directory, length=40)
+    engine.pause = asyncio.Event()
     engine.info = msgspec.structs.replace(engine.info, max_num_seqs=2)
     app = build_engine_app(engine, Tokenizer.load(directory))
     async with aiohttp.ClientSession() as session, served(app) as url:
@@ -107,7 +108,10 @@ async def test_a_waiting_request_has_begun_on_no_engine(directory: Path) -> None
             while engine.running < 2:
                 await asyncio.sleep(0.005)
             asked += [asyncio.create_task(complete(session, front, max_tokens=40)) for _ in range(6)]
-            most = 0
+            while sum(task.done() for task in asked) < 3:
+                await asyncio.sleep(0.005)
+            most = engine.running
+            engine.pause.set()
             while not all(task.done() for task in asked):
                 most = max(most, engine.running)
                 await asyncio.sleep(0.005)

@@ -207,8 +207,9 @@ async def test_a_stream_that_lost_the_only_decode_engine_ends_on_the_prefill_eng
 async def test_an_engine_is_drained_and_then_gone(directory: Path, role: str, hurry: bool) -> None:
     cluster = Cluster(directory)
     some = cluster.prefills if role == "prefill" else cluster.decodes
-    for engine in cluster.prefills + cluster.decodes:
-        engine.step_s = 0.5 if engine in cluster.prefills else 0.05
+    go_on = asyncio.Event()
+    for engine in some:
+        engine.pause = go_on
     async with cluster.run(admin_token=ADMIN_TOKEN) as (url, session):
         expected = await expected_answer(directory, session)
         first = [asyncio.create_task(complete(session, url)) for _ in range(4)]
@@ -226,6 +227,8 @@ async def test_an_engine_is_drained_and_then_gone(directory: Path, role: str, hu
         if hurry:
             assert (await drain())[0] == 200
         second = [asyncio.create_task(complete(session, url)) for _ in range(3)]
+        await until(lambda: len(some[1].requests) >= 5)
+        go_on.set()
         for status, answer in await asyncio.gather(*first, *second):
             assert (status, bare(answer)) == (200, expected)
         assert len(some[0].requests) == 2, "nothing new"

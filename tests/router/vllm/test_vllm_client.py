@@ -457,4 +457,4 @@ async def test_failures_are_batons_own(server: FakeVllm, session: aiohttp.Client
     with pytest.raises(EngineUnavailableError, match="no such thing"):
         await chunks(engine, ask())
     with pytest.raises(EngineUnavailableError):
-        await asyncio.wait_for(client(session, "http://127.0.0.1:1").info(), 5)
+        await asyncio.wait_for(client(session, "http://127.0.0.1:1").info(), 60)

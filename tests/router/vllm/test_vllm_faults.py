@@ -124,7 +124,8 @@ async def test_a_request_of_one_token_goes_on_elsewhere(directory: Path, way: tu
     """Only the prefill server serves it, so only that server's silence or failure counts."""
     pair = Pair(directory, *way)
     second = FakeVllm(directory, name="P2", kind=CONNECTORS[way[0]], shared=pair.p.shared)
-    async with pair.run() as (url, session), second.serve() as other:
+    timers = replace(QUICK, answer=1.5, lease=2.0)
+    async with pair.run(timers=timers) as (url, session), second.serve() as other:
         await join(session, url, other, "prefill")
         if fault == "silent":
             pair.p.halted = "all"
@@ -239,7 +240,7 @@ async def test_a_client_that_leaves_ends_both_legs(directory: Path, name: str, s
 
 async def test_a_client_that_leaves_while_the_decode_server_is_not_asked_yet(directory: Path) -> None:
     pair = Pair(directory, seed=True)
-    pair.p.step_s = 0.5
+    pair.p.halted = "prefill"
     async with pair.run() as (url, session):
         leaving = asyncio.create_task(complete(session, url))
         await until(lambda: pair.p.legs("prefill"))

@@ -6,7 +6,7 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -14,6 +14,7 @@ from baton.errors import ConfigError, IncompatiblePeerError
 from baton.router import RouterConfig, build_app
 from testkit.servers.fake_serving import served, status_of, until
 from testkit.servers.fake_vllm import FakeVllm, token_at
+from testkit.servers.fleets import several_answers
 from testkit.servers.vllm_pair import BODY, CONNECTORS, PROMPT, QUICK, WAYS, Pair, complete, said
 
 
@@ -223,6 +224,19 @@ async def test_a_token_that_the_measure_does_not_know(directory: Path) -> None:
         assert (await complete(session, url))[1]["error"]["code"] == "token_mismatch"
 
 
+class SecondWait(asyncio.Event):
+    """Lets a server's second token pass. Set when the third waits."""
+
+    began = False
+
+    async def wait(self) -> Literal[True]:
+        if self.began:
+            self.set()
+            await asyncio.Event().wait()
+        self.began = True
+        return True
+
+
 @pytest.mark.parametrize("name", ["BatonConnector", "NixlPushConnector"])
 async def test_a_first_token_may_come_late(directory: Path, name: str) -> None:
     """The decode server sent the first token before the prefill server, and the client keeps its tokens."""
@@ -230,8 +244,12 @@ async def test_a_first_token_may_come_late(directory: Path, name: str) -> None:
     async with pair.run() as (url, session):
         pair.d.kind = "alone"
         assert (await complete(session, url))[0] == 200  # the push connector's servers know each other now
-        pair.p.says, pair.p.step_s, pair.d.step_s = {5: 33}, 0.25, 0.1
-        status, answer = await complete(session, url)
+        pair.p.says, pair.p.halted, pair.d.pause = {5: 33}, "prefill", SecondWait()
+        asked = asyncio.create_task(complete(session, url))
+        await until(pair.d.pause.is_set)
+        await several_answers(session, url)  # the router has read both tokens
+        pair.p.halted = pair.d.pause = None
+        status, answer = await asked
         assert (status, answer["choices"][0]["token_ids"]) == (200, said(6))
         assert (await status_of(session, url))["near_ties"] == 1
     resumed = pair.d.legs("none")[-1]
@@ -242,7 +260,7 @@ async def test_a_measure_that_takes_too_long_is_no_excuse(directory: Path) -> No
     pair = Pair(directory)
     pair.p.says, pair.p.halted = {5: 33}, "none"
     async with pair.run(timers=replace(QUICK, tell=0.3)) as (url, session):
-        _, answer = await asyncio.wait_for(complete(session, url), 5)
+        _, answer = await asyncio.wait_for(complete(session, url), QUICK.tell)
         assert answer["error"]["code"] == "token_mismatch"
         pair.p.halted = None
 

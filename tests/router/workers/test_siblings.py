@@ -111,7 +111,7 @@ async def test_a_change_reaches_a_process_that_did_not_answer(tmp_path: Path) ->
     """Once, and in order, also if its answer is late."""
     table, seen, came = LoadTable(2), list[bytes](), asyncio.Event()
     one, other = (
-        Siblings(RouterProcess(number, 2, tmp_path, WorkerLoads(table, number)), answer_s=0.05, again_s=0.01)
+        Siblings(RouterProcess(number, 2, tmp_path, WorkerLoads(table, number)), answer_s=0.3, again_s=0.01)
         for number in (0, 1)
     )
 
@@ -119,7 +119,7 @@ async def test_a_change_reaches_a_process_that_did_not_answer(tmp_path: Path) ->
         seen.append(body)
         if len(seen) == 2:
             came.set()
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.5)
 
     async with one.serving(list, dict, list, {}):
         await one.broadcast("drain", b"first")
