@@ -46,9 +46,9 @@ class UnevenExecutor:
 
 def test_each_small_number_of_rows_is_measured() -> None:
     executor: Any = UnevenExecutor()
-    costs = StepCosts(8, timer=lambda: executor.now)
+    costs = StepCosts(8)
     pages = {name: np.arange(1, 9, dtype=np.int32) for name in ("target", "draft")}
-    costs.measure(executor, pages, (1, 8, 8))
+    costs.measure(executor, pages, (1, 8, 8), lambda: executor.now)
     for rows in range(1, 9):
         cost = costs.target.seconds(target_parts([(rows, 0)])) * float(costs.few_rows.of(rows))
         assert cost == pytest.approx(executor.seconds(rows), rel=0.2)

@@ -36,11 +36,11 @@ class DraftCounts(Protocol):
 
 
 class AdaptiveDrafts:
-    """Chooses 0 to `most` drafts per request. `timer`, `steps_per_pass`: as of `StepCosts`."""
+    """Chooses 0 to `most` drafts per request. `timer`: seconds of steps. `steps_per_pass`: as of `StepCosts`."""
 
     def __init__(self, most: int, timer: Callable[[], float] = time.monotonic, steps_per_pass: int = 1) -> None:
         self.timer = timer
-        self.costs = StepCosts(most, timer, steps_per_pass)
+        self.costs = StepCosts(most, steps_per_pass)
         self._rates = AcceptanceRates(most)
         self._own: WeakKeyDictionary[Request, OwnFactor] = WeakKeyDictionary()
         # The classes of the drafts that are to be verified.

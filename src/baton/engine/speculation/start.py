@@ -23,7 +23,7 @@ def enable_adaptive_drafts(config: EngineConfig, core: EngineCore, max_model_len
         return
     try:
         limits = config.max_num_seqs, config.max_num_batched_tokens, max_model_len
-        adaptive.costs.measure(core.executor, tables.tables, limits)
+        adaptive.costs.measure(core.executor, tables.tables, limits, timer)
     finally:
         core.cache.release(tables)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -46,12 +45,11 @@ _DRAFT_PROBES = ((1, 0), (1, 1), (1, 4), (8, 0), (8, 1), (8, 4), (32, 1))
 class StepCosts:
     """The cost models of one engine, for at most `max_drafts` drafts per request.
 
-    `timer`: seconds, by which forwards are measured. `steps_per_pass`: how many steps' rows of requests without drafts
-    the drafter computes in one pass (`DeferredRows`).
+    `steps_per_pass`: how many steps' rows of requests without drafts the drafter computes in one pass (`DeferredRows`).
     """
 
-    def __init__(self, max_drafts: int, timer: Callable[[], float] = time.monotonic, steps_per_pass: int = 1) -> None:
-        self.timer, self._max_drafts, self._steps_per_pass = timer, max_drafts, steps_per_pass
+    def __init__(self, max_drafts: int, steps_per_pass: int = 1) -> None:
+        self._max_drafts, self._steps_per_pass = max_drafts, steps_per_pass
         self.target = LinearCost((1.0, 16.0, 8.0, 4096.0, 16384.0, *[16.0] * len(_KNEES)))
         self.drafter = LinearCost((1.0, 16.0, 1.0, 4.0, 16.0))
         self.few_rows = FewRows()
@@ -93,15 +91,16 @@ class StepCosts:
         executor: Executor,
         pages: Mapping[str, npt.NDArray[np.int32]],
         limits: Sequence[int],
+        now: Callable[[], float],
     ) -> None:
         """Run target and drafter over spare `pages`, and fit the models. `limits`: the most requests and rows of a
-        step, and tokens of a request."""
+        step, and tokens of a request. `now`: seconds."""
         most_requests, most_rows, most_tokens = limits
-        now, spec = self.timer, executor.spec
+        spec = executor.spec
         started = now()
         slots = (len(pages[name]) for name in (*spec.state_groups, *spec.draft_state_groups))
         most_requests = min((most_requests, *slots))
-        self._measure_few_rows(executor, pages, min(most_rows, most_tokens))
+        self._measure_few_rows(executor, pages, min(most_rows, most_tokens), now)
         for repeated in range(2):  # the first time, kernels are loaded
             for requests, rows, context in _TARGET_PROBES:
                 if requests > most_requests or requests * rows > most_rows or context + rows > most_tokens:
@@ -127,10 +126,12 @@ class StepCosts:
                 cost.fit()
         log.info("measured the costs of drafts in %.2f s", now() - started)
 
-    def _measure_few_rows(self, executor: Executor, pages: Mapping[str, npt.NDArray[np.int32]], most: int) -> None:
+    def _measure_few_rows(
+        self, executor: Executor, pages: Mapping[str, npt.NDArray[np.int32]], most: int, now: Callable[[], float]
+    ) -> None:
         """Measure each small number of rows in turn, several times; the shortest times are the least disturbed."""
         found: dict[int, float] = {}
-        now, started = self.timer, self.timer()
+        started = now()
         for turn in range(1 + _FEW_TURNS):
             for rows in range(1, min(most + 1, FewRows.NUM)):
                 plan = target_probe(executor.spec, pages, 1, rows)
