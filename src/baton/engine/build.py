@@ -1,4 +1,4 @@
-"""Builds one engine: checkpoints, drafter, groups, pages; for handoffs the transport and the agents."""
+"""Builds one engine."""
 
 from __future__ import annotations
 
@@ -12,41 +12,31 @@ from pathlib import Path
 
 import torch
 
-from baton.drafters.base import num_modules
 from baton.engine.attention.registry import get_backend
 from baton.engine.config import EngineConfig
 from baton.engine.core import EmitChunk, EngineCore
 from baton.engine.executor import Executor, LocalExecutor
 from baton.engine.info import engine_info
+from baton.engine.legs.build import agent_config, build_agents, build_legs
 from baton.engine.legs.handoff_legs import HandoffLegs
-from baton.engine.legs.layer_stream import LayerStream
-from baton.engine.legs.leg import LegSettings
 from baton.engine.loading.checkpoints import Loaded, load_checkpoints
 from baton.engine.loading.engine_facts import engine_facts
 from baton.engine.mailbox import Mailbox
 from baton.engine.memory.group_memory import GroupMemory
 from baton.engine.memory.kv_memory import KVMemory, kv_memory, model_groups
 from baton.engine.memory.pool_size import Memory
-from baton.engine.metrics import EngineMetrics
 from baton.engine.prompt_budget import PromptBudget
-from baton.engine.ranks.agents import make_agents
 from baton.engine.ranks.collective import expert_ranks
 from baton.engine.ranks.followers import Followers, start_followers
 from baton.engine.ranks.lockstep import Lockstep, WakeSockets
 from baton.engine.ranks.rank_executor import RankExecutor
-from baton.engine.request import Request
 from baton.engine.runner import ModelRunner, plan_spec
-from baton.engine.sampling.stopping import until_stop
 from baton.engine.scheduler import Scheduler
 from baton.engine.speculation.start import enable_adaptive_drafts
 from baton.engine.step import DecodingLimits
-from baton.errors import ConfigError, EngineUnavailableError, HandoffError
-from baton.handoff.agent.agent import AgentConfig, EngineWatch, HandoffAgent, Timers
-from baton.handoff.agent.instance import InstanceAgent
-from baton.handoff.agent.leg_events import Agent
-from baton.handoff.protocol.messages import MAX_DRAFTS
+from baton.errors import ConfigError, EngineUnavailableError
+from baton.handoff.agent.agent import HandoffAgent
 from baton.handoff.protocol.ticket import Redeemer, load_or_create_key
-from baton.handoff.session.config import DEFAULT_MAX_RETRIES, own_bind
 from baton.handoff.session.keys import KeyRing
 from baton.kv.cache import KVCache
 from baton.kv.spec import GroupSpec
@@ -57,8 +47,8 @@ from baton.structured import Grammars
 from baton.text import Tokenizer
 from baton.transports.base import Transport
 from baton.transports.mapped.shm import ShmTransport
-from baton.transports.registry import create_transport, default_integrity
-from baton.wire import EngineInfo, Integrity
+from baton.transports.registry import create_transport
+from baton.wire import EngineInfo
 
 log = logging.getLogger(__name__)
 
@@ -174,9 +164,11 @@ def _build(config: EngineConfig, emit: EmitChunk, start: _Start) -> Engine:
     agents: Sequence[HandoffAgent] = ()
     legs: HandoffLegs | None = None
     if transports and ticket_key is not None:
-        identity = _agent_config(config, incarnation, facts, ticket_key, keys)
-        agents, instance = _agents(config, identity, computing, transports, mailbox, undo)
-        legs = _legs(config, instance, computing.whole, scheduler, loaded, limits, transports[0])
+        identity = agent_config(config, incarnation, facts, ticket_key, keys)
+        agents, instance = build_agents(config, identity, computing.whole, pool, transports, mailbox)
+        for agent in agents:
+            undo.callback(agent.close)
+        legs = build_legs(config, instance, computing.whole, scheduler, loaded, limits, transports[0])
     core = EngineCore(
         computing.executor,
         scheduler,
@@ -244,48 +236,6 @@ def _load(config: EngineConfig, device: torch.device, transports: Sequence[Trans
     return _Computing(loaded, executor, followers, peers, whole, pool, facts)
 
 
-def _agent_config(
-    config: EngineConfig, incarnation: str, facts: dict[str, str], ticket_key: bytes, keys: KeyRing | None
-) -> AgentConfig:
-    return AgentConfig(
-        engine_id=config.engine_id,
-        incarnation=incarnation,
-        bind=own_bind(config.kv_transfer_config.control_bind, config.data_parallel_rank),
-        fingerprint=facts,
-        ticket_key=ticket_key,
-        keys=keys,
-        timers=Timers(handoff=config.kv_transfer_config.handoff_timeout_s),
-        integrity=_integrity(config),
-        max_retries=0 if config.recovery == "none" else DEFAULT_MAX_RETRIES,
-    )
-
-
-def _agents(
-    config: EngineConfig,
-    identity: AgentConfig,
-    computing: _Computing,
-    transports: Sequence[Transport],
-    mailbox: Mailbox,
-    undo: contextlib.ExitStack,
-) -> tuple[list[HandoffAgent], InstanceAgent]:
-    watch = EngineWatch(
-        is_stalled=lambda: mailbox.busy_s() > config.stall_timeout_s,
-        on_lost=lambda why: mailbox.post(HandoffError("agent_lost", why)),
-    )
-    agents, instance = make_agents(
-        identity,
-        computing.whole,
-        computing.pool,
-        transports,
-        emit=mailbox.post,
-        watch=watch,
-        data_rank=config.data_parallel_rank if config.data_parallel_size > 1 else None,
-    )
-    for agent in agents:
-        undo.callback(agent.close)
-    return agents, instance
-
-
 def _join(config: EngineConfig, undo: contextlib.ExitStack) -> Lockstep | None:
     if config.data_parallel_size == 1:
         return None
@@ -295,42 +245,6 @@ def _join(config: EngineConfig, undo: contextlib.ExitStack) -> Lockstep | None:
     wake_sockets = WakeSockets(config.data_parallel_store, config.data_parallel_rank, config.data_parallel_size)
     undo.callback(wake_sockets.close)
     return Lockstep(expert_ranks(config, str(Path(config.data_parallel_store) / "store")), wake_sockets)
-
-
-def _integrity(config: EngineConfig) -> Integrity:
-    if config.integrity == "auto":
-        return default_integrity(config.kv_transfer_config.kv_transport)
-    return config.integrity
-
-
-def _legs(
-    config: EngineConfig,
-    agent: Agent,
-    groups: Sequence[GroupSpec],
-    scheduler: Scheduler,
-    loaded: Loaded,
-    limits: DecodingLimits,
-    transport: Transport,
-) -> HandoffLegs:
-    def ends(request: Request, token: int) -> bool:
-        return until_stop(request, [token], limits.eos_ids, limits.max_model_len)[1] is not None
-
-    spec = config.speculative_config
-    settings = LegSettings(
-        vocab_size=loaded.model.vocab_size,
-        max_drafts=config.num_drafts if spec is not None and spec.drafts_alike else MAX_DRAFTS,
-        recovery=config.recovery,
-        handoff_timeout_s=config.kv_transfer_config.handoff_timeout_s,
-        drafter_state_bytes=(num_modules(loaded.drafter) - 1) * loaded.model.hidden_size * 4,
-        kv_stream=config.kv_stream,
-        integrity=_integrity(config),
-    )
-    layers = None
-    # Elsewhere a reported layer is only queued.
-    if config.kv_stream != "off" and config.device == "cpu":
-        layers = LayerStream(agent, scheduler.cache, groups, config.num_ranks > 1, config.kv_stream == "layer")
-    alter_seeds = getattr(transport, "alter_seeds", None)
-    return HandoffLegs(agent, scheduler, EngineMetrics(), ends, settings, layers=layers, alter_seeds=alter_seeds)
 
 
 def _prefix_store(
