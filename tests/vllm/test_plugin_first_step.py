@@ -14,7 +14,7 @@ from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import Seeds
 from baton.handoff.protocol.ticket import SignedTicket
 from baton.testing import RecordingAgent
-from baton.vllm import compat
+from baton.vllm import support
 from baton.vllm.first_step import FirstTokens
 from baton.vllm.memory.geometry import describe_caches
 from baton.vllm.memory.groups import CacheTable, split_tables
@@ -178,12 +178,12 @@ PLAIN: dict[str, Any] = {
 def test_the_first_token_is_verified_if_it_can_be(
     version: str, changes: dict[str, Any], why: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compat, "check_version", lambda: version)
+    monkeypatch.setattr(support, "check_version", lambda: version)
     config = SimpleNamespace(**PLAIN | changes)
-    assert compat.first_step_of(config, None) == ("verify" if why is None else "recompute")
-    assert compat.first_step_of(config, "recompute") == "recompute"
+    assert support.first_step_of(config, None) == ("verify" if why is None else "recompute")
+    assert support.first_step_of(config, "recompute") == "recompute"
     if why is None:
-        assert compat.first_step_of(config, "verify") == "verify"
+        assert support.first_step_of(config, "verify") == "verify"
     else:
         with pytest.raises(ConfigError, match=f"first_step.*{why}"):
-            compat.first_step_of(config, "verify")
+            support.first_step_of(config, "verify")

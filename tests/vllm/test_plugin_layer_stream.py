@@ -18,7 +18,7 @@ from baton.handoff.protocol.messages import AttemptKey, Commit, Register
 from baton.handoff.protocol.prefill import PrefillHandoff
 from baton.handoff.protocol.ticket import SignedTicket
 from baton.testing import RecordingAgent
-from baton.vllm import compat, layer_stream
+from baton.vllm import layer_stream, support
 from baton.vllm.config import read_config
 from baton.vllm.steps import ClosePrefill, ComputedTokens, OpenPrefill, StepNews
 from baton.vllm.worker import WorkerSide
@@ -334,13 +334,13 @@ def test_what_is_not_worth_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_by_layer_only_where_a_hook_says_that_a_layer_is_written(
     device: str, version: str, asked: KVStream | None, found: KVStream | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compat, "check_version", lambda: version)
+    monkeypatch.setattr(support, "check_version", lambda: version)
     config = SimpleNamespace(device_config=SimpleNamespace(device_type=device))
     if found is not None:
-        assert compat.stream_of(config, asked) == found
+        assert support.stream_of(config, asked) == found
     else:
         with pytest.raises(ConfigError, match="kv_stream"):
-            compat.stream_of(config, asked)
+            support.stream_of(config, asked)
 
 
 def test_a_word_that_is_none_of_them_is_refused() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import baton.vllm
 from baton.errors import ConfigError
-from baton.vllm import compat
+from baton.vllm import compat, support
 
 
 def install(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
@@ -33,7 +33,7 @@ def test_another_version_is_refused_in_one_line(version: str, monkeypatch: pytes
 @pytest.mark.parametrize("version", ["0.30.0", "0.31.2", "0.32.0", "0.32.1rc1", "0.32.0+cpu", "0.33.0"])
 def test_known_versions_are_let_in(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, version)
-    assert compat.check_version() == version[:4]
+    assert support.check_version() == version[:4]
 
 
 class EngineCoreProc:

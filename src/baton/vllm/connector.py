@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from baton.errors import ConfigError
 from baton.plugin_base.ranks import joined_addresses
-from baton.vllm import caches, compat
+from baton.vllm import caches, compat, support
 from baton.vllm.config import check_transfer, read_config
 from baton.vllm.draft_slots import RememberedSlots
 from baton.vllm.memory.groups import EarlyBlocks
@@ -77,18 +77,18 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     _idle_step: Any = None
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        version = compat.check_version()
+        version = support.check_version()
         _log_with_vllm()
         super().__init__(vllm_config, role, kv_cache_config)
-        compat.check_config(vllm_config)
+        support.check_config(vllm_config)
         self._transfer = vllm_config.kv_transfer_config
         check_transfer(self._transfer)
         settings = read_config(self._transfer.kv_connector_extra_config)
-        compat.stream_of(vllm_config, settings.kv_stream)
-        first_step = compat.first_step_of(vllm_config, settings.first_step)
+        support.stream_of(vllm_config, settings.kv_stream)
+        first_step = support.first_step_of(vllm_config, settings.first_step)
         self._config = msgspec.structs.replace(settings, first_step=first_step)
-        self._skips_drafts = compat.may_skip_drafts(vllm_config)
-        self._sleeps_when_idle = compat.sleeps_when_idle(vllm_config)
+        self._skips_drafts = support.may_skip_drafts(vllm_config)
+        self._sleeps_when_idle = support.sleeps_when_idle(vllm_config)
         self._version = version
         self._scheduler: SchedulerSide | None = None
         self._opened: OpenCache | None = None

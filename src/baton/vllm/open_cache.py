@@ -19,7 +19,7 @@ from baton.plugin_base.rank_agent import start_agent
 from baton.plugin_base.ranks import JoinedWorkers, WorkerPart, join_workers
 from baton.transports.base import Transport
 from baton.transports.registry import transport_name
-from baton.vllm import caches, compat
+from baton.vllm import caches, compat, support
 from baton.vllm.config import PluginConfig
 from baton.vllm.handoff_span import span_maker
 from baton.vllm.memory.geometry import CacheLayout, describe_caches
@@ -109,11 +109,11 @@ def open_cache(
 
 
 def _worker_side(config: Any, settings: PluginConfig, layout: CacheLayout, rank: int) -> WorkerSide:
-    alone = compat.steps_in_turn(config)
+    alone = support.steps_in_turn(config)
     return WorkerSide(
         layout,
         compat.zeroes_before_preemptions(config),
-        kv_stream=compat.stream_of(config, settings.kv_stream),
+        kv_stream=support.stream_of(config, settings.kv_stream),
         # One span per handoff, for any number of ranks.
         on_decode_end=span_maker(settings.integrity) if rank == 0 else None,
         alone=alone,

@@ -55,7 +55,7 @@ class WorkerSide:
 
     `commit_at_end`: finish a prefill leg when vLLM finishes its request, not when its prompt is computed, because the
     runner writes to a preempted leg's blocks before it reports the preemption. `on_decode_end`: called on vLLM's
-    thread. `alone`: see `compat.steps_in_turn`. `requests`: see `compat.request_queue`.
+    thread. `alone`: see `support.steps_in_turn`. `requests`: see `compat.request_queue`.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ def connector_says(arguments: Arguments) -> str:
     from vllm.engine.arg_utils import EngineArgs
 
     from baton.errors import ConfigError
-    from baton.vllm import compat
+    from baton.vllm import support
 
     transfer = KVTransferConfig(
         kv_connector="BatonConnector", kv_connector_module_path="baton.vllm", kv_role="kv_both", engine_id="ONE"
@@ -53,7 +53,7 @@ def connector_says(arguments: Arguments) -> str:
     except Exception:
         return ""
     try:
-        compat.check_config(config)
+        support.check_config(config)
     except ConfigError as error:
         return str(error)
     return "takes it"

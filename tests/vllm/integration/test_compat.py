@@ -18,7 +18,7 @@ from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from baton.errors import ConfigError
-from baton.vllm import caches, compat
+from baton.vllm import caches, compat, support
 from baton.vllm.memory.geometry import WorkerHeads
 from baton.vllm.memory.groups import CacheTable
 
@@ -132,7 +132,7 @@ def drafter(method: str, several_modules: bool = False, model_type: str = "deeps
 
 
 def test_what_cannot_be_handed_off_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    compat.check_config(config())
+    support.check_config(config())
     independent = ParallelConfig(data_parallel_size=2, data_parallel_rank=1)
     assert not compat.steps_alone(config(parallel_config=independent))  # as for a model with experts
     independent.reconfigure_for_independent_dp_rank()
@@ -140,7 +140,7 @@ def test_what_cannot_be_handed_off_is_refused_by_name(monkeypatch: pytest.Monkey
     assert independent.data_parallel_size == 1
     # As vLLM configures each engine, in its process.
     ranked = {"parallel_config": independent, "kv_transfer_config": SimpleNamespace(engine_id="P_dp1")}
-    compat.check_config(config(**ranked))
+    support.check_config(config(**ranked))
     assert compat.data_parallel_rank(config(**ranked)) == 1
     independent.data_parallel_external_lb = True
     assert compat.data_parallel_rank(config(**ranked)) is None
@@ -149,48 +149,48 @@ def test_what_cannot_be_handed_off_is_refused_by_name(monkeypatch: pytest.Monkey
     stages = SimpleNamespace(**RANKS | {"pipeline_parallel_size": 2})
     several = [SimpleNamespace(**RANKS | {f"{kind}_parallel_size": 2}) for kind in ("tensor", "data")]
     for ranks in (stages, *several):
-        compat.check_config(config(parallel_config=ranks))
+        support.check_config(config(parallel_config=ranks))
         with monkeypatch.context() as patch:
-            patch.setattr(compat, "check_version", lambda: "0.31")
+            patch.setattr(support, "check_version", lambda: "0.31")
             with pytest.raises(ConfigError, match=r"(tensor|pipeline|data)_parallel_size.*with vLLM 0.32"):
-                compat.check_config(config(parallel_config=ranks))
+                support.check_config(config(parallel_config=ranks))
     with pytest.raises(ConfigError, match=r"speculative_config.*pipeline stages"):
-        compat.check_config(config(parallel_config=stages, speculative_config=drafter("eagle3")))
+        support.check_config(config(parallel_config=stages, speculative_config=drafter("eagle3")))
     for method in ("eagle", "eagle3", "mtp"):
-        compat.check_config(config(parallel_config=several[1], speculative_config=drafter(method)))
+        support.check_config(config(parallel_config=several[1], speculative_config=drafter(method)))
     with pytest.raises(ConfigError, match="enable_sleep_mode"):
-        compat.check_config(config(model_config=SimpleNamespace(enable_sleep_mode=True)))
+        support.check_config(config(model_config=SimpleNamespace(enable_sleep_mode=True)))
     with pytest.raises(ConfigError, match=r"device.*xpu"):
-        compat.check_config(config(device_config=SimpleNamespace(device_type="xpu")))
+        support.check_config(config(device_config=SimpleNamespace(device_type="xpu")))
     for method in ("medusa", "dspark"):
         with pytest.raises(ConfigError, match=f"speculative_config.*{method}"):
-            compat.check_config(config(speculative_config=drafter(method)))
-    for method in compat.DRAFT_METHODS:
-        compat.check_config(config(speculative_config=drafter(method)))
+            support.check_config(config(speculative_config=drafter(method)))
+    for method in support.DRAFT_METHODS:
+        support.check_config(config(speculative_config=drafter(method)))
     state = SimpleNamespace(use_mla=False, has_inner_state=True, enable_sleep_mode=False)
-    compat.check_config(config(model_config=state))
+    support.check_config(config(model_config=state))
     for method in ("mtp", "ngram"):
         with pytest.raises(ConfigError, match="Mamba"):
-            compat.check_config(config(model_config=state, speculative_config=drafter(method)))
+            support.check_config(config(model_config=state, speculative_config=drafter(method)))
     delta = SimpleNamespace(**vars(state), hf_text_config=SimpleNamespace(model_type="qwen3_next"))
     exact = SimpleNamespace(cache_dtype="auto", mamba_ssm_cache_dtype="float32")
     assert compat.prefill_multiple(config(model_config=delta)) == 64
     assert compat.prefill_multiple(config(model_config=state)) == compat.prefill_multiple(config()) == 1
-    compat.check_config(config(model_config=delta, cache_config=exact, speculative_config=drafter("mtp")))
+    support.check_config(config(model_config=delta, cache_config=exact, speculative_config=drafter("mtp")))
     with pytest.raises(ConfigError, match="Mamba"):
-        compat.check_config(config(model_config=delta, cache_config=exact, speculative_config=drafter("ngram")))
+        support.check_config(config(model_config=delta, cache_config=exact, speculative_config=drafter("ngram")))
     scaled = SimpleNamespace(cache_dtype="fp8", calculate_kv_scales=True)
     with pytest.raises(ConfigError, match="calculate_kv_scales"):
-        compat.check_config(config(cache_config=scaled))
+        support.check_config(config(cache_config=scaled))
     small = drafter("draft_model")
     small.draft_model_config = state
     with pytest.raises(ConfigError, match="Mamba"):
-        compat.check_config(config(speculative_config=small))
+        support.check_config(config(speculative_config=small))
 
 
 def test_which_drafters_entries_depend_on_the_next_token() -> None:
     expected = {"eagle": 1, "eagle3": 1, "mtp": 1, "draft_model": None, "dflash": None}
-    assert tuple(expected) == compat.FORWARD_METHODS
+    assert tuple(expected) == support.FORWARD_METHODS
     for method, module in expected.items():
         assert compat.draft_module(config(speculative_config=drafter(method))) == module
 
@@ -206,10 +206,10 @@ def test_which_drafters_entries_depend_on_the_next_token() -> None:
 def test_several_mtp_modules_are_refused_where_later_ones_draft(model_type: str, v2: bool, why: str | None) -> None:
     found = config(speculative_config=drafter("mtp", True, model_type), use_v2_model_runner=v2)
     if why is None:
-        compat.check_config(found)
+        support.check_config(found)
     else:
         with pytest.raises(ConfigError, match=f"speculative_config: {why}.*tokens after the prompt"):
-            compat.check_config(found)
+            support.check_config(found)
 
 
 @pytest.mark.parametrize(
@@ -234,16 +234,16 @@ def test_states_that_a_handoff_rounds_are_refused(states: str, device: str, need
         speculative_config=drafter("mtp"),
     )
     if needed is None:
-        compat.check_config(found)
+        support.check_config(found)
     else:
         with pytest.raises(ConfigError, match=f"states must be {needed}: .* got '{states}'"):
-            compat.check_config(found)
+            support.check_config(found)
 
 
 @pytest.mark.parametrize("name", ["prefill_context_parallel_size", "decode_context_parallel_size"])
 def test_ranks_of_contexts_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
-        compat.check_config(config(parallel_config=SimpleNamespace(**RANKS | {name: 2})))
+        support.check_config(config(parallel_config=SimpleNamespace(**RANKS | {name: 2})))
 
 
 def test_the_heads_of_a_worker_are_those_of_its_rank() -> None:
@@ -268,10 +268,10 @@ def test_mla_needs_a_rope_that_is_right(rope: str, kernel: bool, good: bool) -> 
         compilation_config=SimpleNamespace(is_custom_op_enabled=lambda name: kernel),
     )
     if good:
-        compat.check_config(found)
+        support.check_config(found)
     else:
         with pytest.raises(ConfigError, match="-rotary_embedding"):
-            compat.check_config(found)
+            support.check_config(found)
 
 
 def test_the_layout_of_a_convolution_state_is_a_fact() -> None:

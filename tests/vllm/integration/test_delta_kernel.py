@@ -8,7 +8,7 @@ import pytest
 import torch
 from vllm import _custom_ops as ops
 
-from baton.vllm import compat
+from baton.vllm import support
 
 HEADS, SIZE = 2, 64
 
@@ -41,7 +41,7 @@ def outputs(lengths: Sequence[int], states: torch.dtype) -> torch.Tensor:
     return torch.cat(found, 1)
 
 
-@pytest.mark.parametrize("states", compat.ROUNDED_BY_CHUNK)
+@pytest.mark.parametrize("states", support.ROUNDED_BY_CHUNK)
 @pytest.mark.parametrize(("cut", "same"), [(64, True), (128, True), (63, False), (96, False)])
 def test_a_prompt_in_two_parts_has_the_bits_of_a_whole_one(cut: int, same: bool, states: str) -> None:
     """Only if it is cut where the kernel cuts it, and rounds its state to their type."""
@@ -52,5 +52,5 @@ def test_a_prompt_in_two_parts_has_the_bits_of_a_whole_one(cut: int, same: bool,
 
 
 def test_states_are_rounded_at_all() -> None:
-    exact, *others = (outputs([192], getattr(torch, states)) for states in compat.ROUNDED_BY_CHUNK)
+    exact, *others = (outputs([192], getattr(torch, states)) for states in support.ROUNDED_BY_CHUNK)
     assert not any(exact.equal(other) for other in others)

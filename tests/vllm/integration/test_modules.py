@@ -75,4 +75,4 @@ def test_the_v2_runner_would_compute_received_entries_again_from_another_request
     # Places that the prefill server has filled.
     assert [row["position"] for row in kept] == [*range(PROMPT - NUM_DRAFTS, PROMPT - 1)]
     theirs = tokens_of(1, [PROMPT - 1, PROMPT])
-    assert [row["state"] for row in kept] == theirs, "vLLM has mended it: see compat._check_modules"
+    assert [row["state"] for row in kept] == theirs, "vLLM has mended it: see support._check_modules"

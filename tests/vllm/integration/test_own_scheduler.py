@@ -16,7 +16,7 @@ from vllm.v1.request import RequestStatus
 
 from baton.errors import IncompatiblePeerError
 from baton.handoff.protocol.fingerprint import compare_fingerprints
-from baton.vllm import compat
+from baton.vllm import support
 from testkit.vllm.scheduled_engine import BUDGET, DFLASH, EAGLE3, ScheduledEngine, ticket
 
 pytestmark = pytest.mark.timeout(1800)
@@ -74,7 +74,7 @@ def test_d_has_all_but_the_last_token_of_target_and_drafter(pair: Pair, folder: 
     assert d.first_tokens[name][0] == length - 1
     # Nobody verifies a prefill leg's drafts.
     assert (set(p.num_drafts), set(d.num_drafts)) == ({0}, {3})
-    assert d.sleeps_after_kv == 0 or compat.check_version() not in compat.FIRST_DRAFTS
+    assert d.sleeps_after_kv == 0 or support.check_version() not in support.FIRST_DRAFTS
     for layer, entry in entries.items():
         assert d.read(name, layer, length - 1).equal(entry[:, : length - 1]), layer
     assert d.scheduler.requests[name].num_output_tokens == 1
