@@ -192,6 +192,18 @@ def test_an_engine_of_one_role(
             ["--engine", "vllm", "--both", "http://h:1", "--kv-connector", "NixlConnector"],
             "ticket_key_file: is not for",
         ),
+        (
+            ["--engine", "vllm", "--both", "http://h:1", "--policy-config", '{"hand_back": true}'],
+            "policy_config: hand_back needs kv_event_source",
+        ),
+        (
+            ["--engine", "vllm", "--both", "http://h:1", "--kv-event-source", "http://h:2=tcp://h:5557"],
+            "kv_event_source: http://h:2 is not an engine of this router",
+        ),
+        (
+            ["--engine", "vllm", "--both", "http://h:1", "--kv-event-replay-source", "http://h:1=tcp://h:5558"],
+            "kv_event_replay_source: http://h:1 has no kv_event_source",
+        ),
     ],
 )
 def test_settings_of_a_router_that_contradict_each_other(

@@ -35,8 +35,8 @@ def check_config(config: RouterConfig) -> None:
         raise ConfigError("near_tie", "is not for seed_first_token, with which no token is sampled twice")
     if config.policy_config.hand_back and not connector.moves_prefixes:
         raise ConfigError("policy_config", f"hand_back is not for {config.kv_connector or config.engine}")
-    for name in ("kv_event_source", "kv_event_replay_source"):
-        read_sources(getattr(config, name), name)
+    if config.policy_config.hand_back and config.engine == "vllm" and not config.kv_event_source:
+        raise ConfigError("policy_config", "hand_back needs kv_event_source, which tells what vLLM servers hold")
     urls: set[str] = set()
     for name in ("prefill", "decode", "both"):
         for url in getattr(config, name):
@@ -47,7 +47,21 @@ def check_config(config: RouterConfig) -> None:
             if known in urls:
                 raise ConfigError(name, f"{url} is given twice")
             urls.add(known)
+    _check_sources(config, urls)
     check_routing(config)
+
+
+def _check_sources(config: RouterConfig, urls: set[str]) -> None:
+    events, replays = (
+        read_sources(getattr(config, name), name) for name in ("kv_event_source", "kv_event_replay_source")
+    )
+    unread = set() if config.engine == "baton" else replays.keys() - events.keys()
+    unknown = set() if config.discover or config.admin_token is not None else {*events, *replays} - urls
+    for url in sorted(unread):
+        raise ConfigError("kv_event_replay_source", f"{url} has no kv_event_source")
+    for url in sorted(unknown):
+        field = "kv_event_source" if url in events else "kv_event_replay_source"
+        raise ConfigError(field, f"{url} is not an engine of this router")
 
 
 def new_connector(config: RouterConfig, services: Sequence[Service]) -> Connector:
