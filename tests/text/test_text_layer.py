@@ -214,6 +214,25 @@ def test_a_directory_may_have_a_name_that_is_no_text(tmp_path: Path) -> None:
     assert Tokenizer.load(directory).eos_token_ids == (EOS,)
 
 
+@pytest.mark.parametrize(
+    ("name", "target", "message"),
+    [
+        ("tokenizer_config.json", "/proc/self/mem", "cannot be read: Input/output error"),
+        ("chat_template.jinja", "/proc/self/mem", "cannot be read: Input/output error"),
+        ("chat_template.jinja", None, "not UTF-8: "),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, target: str | None, message: str) -> None:
+    file = write_tokenizer(tmp_path) / name
+    file.unlink(missing_ok=True)
+    if target is None:
+        file.write_bytes("é".encode("latin-1"))
+    else:
+        file.symlink_to(target)
+    with pytest.raises(CheckpointError, match=f"{name}: {message}"):
+        Tokenizer.load(tmp_path)
+
+
 def test_missing_and_broken_tokenizer_files_are_named(tmp_path: Path, byte_level: Tokenizer) -> None:
     assert byte_level.eos_token_ids == (EOS,)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: no such file"):

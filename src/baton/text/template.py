@@ -25,6 +25,7 @@ from jinja2.utils import Namespace
 
 from baton.errors import CheckpointError, ConfigError, RequestError
 from baton.text.content_format import ContentFormatOption, content_text, detect_content_format, with_content
+from baton.text.files import read_text
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,10 @@ def read_template_option(given: str) -> str:
 
 
 def read_templates(root: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """By name. As in transformers, files replace those in `settings` (tokenizer_config.json)."""
+    """By name. As in transformers, files replace those in `settings` (tokenizer_config.json).
+
+    Raises `CheckpointError`.
+    """
     templates: dict[str, str] = {}
     value = settings.get("chat_template")
     if isinstance(value, str):
@@ -67,7 +71,7 @@ def read_templates(root: Path, settings: Mapping[str, Any]) -> dict[str, str]:
         templates = {str(entry.get("name")): str(entry.get("template")) for entry in entries}
     files = {DEFAULT: root / "chat_template.jinja"}
     files |= {path.stem: path for path in sorted((root / TEMPLATE_DIRECTORY).glob("*.jinja"))}
-    own = {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}
+    own = {name: read_text(path) for name, path in files.items() if path.is_file()}
     return own or templates
 
 

@@ -102,10 +102,10 @@ def test_files_and_settings_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"generation_config: must be auto, vllm or a directory, and .* is no file"):
         EngineConfig(model=str(tmp_path), generation_config="/nowhere").check().located()
     (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"generation_config: .* cannot be read"):
+    with pytest.raises(ConfigError, match=r"generation_config: .*: not valid JSON: "):
         EngineConfig(model=str(tmp_path)).check().located()
     (tmp_path / "generation_config.json").write_text("[]")
-    with pytest.raises(ConfigError, match="is not a JSON object"):
+    with pytest.raises(ConfigError, match="expected a JSON object, found list"):
         EngineConfig(model=str(tmp_path)).check().located()
     with pytest.raises(ConfigError, match=r"override_generation_config\.do_sample: is unknown; known: temperature, "):
         EngineConfig(model=str(tmp_path), override_generation_config={"do_sample": True}).check()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from baton.errors import ConfigError, RequestError
+from baton.errors import CheckpointError, ConfigError, RequestError
+from baton.models.loading.config_json import read_json
 from baton.sampling_params import SamplingDefaults, SamplingParams
 
 # generation_config.json fields that vLLM uses, and the sampling parameters that they set.
@@ -59,9 +59,7 @@ def _read(directory: Path, needed: bool) -> dict[str, Any]:
             raise ConfigError("generation_config", f"must be auto, vllm or a directory, and {path} is no file")
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError("generation_config", f"{path} cannot be read: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError("generation_config", f"{path} is not a JSON object")
+        value = read_json(path)
+    except CheckpointError as error:
+        raise ConfigError("generation_config", str(error)) from None
     return {name: value.get(name) for name in GENERATION_FIELDS}

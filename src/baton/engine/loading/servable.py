@@ -14,7 +14,7 @@ from typing import Any
 
 from baton.errors import CheckpointError
 from baton.models.config import ROPE_TYPES
-from baton.models.loading.config_json import text_config
+from baton.models.loading.config_json import json_if_usable, text_config
 from baton.models.loading.gguf_names import GGUF_FILE
 from baton.models.loading.quantization import quantization_of
 
@@ -40,7 +40,7 @@ _LFS = b"version https://git-lfs"
 def check_servable(path: str | Path) -> None:
     """Raise `CheckpointError` if `path` cannot be served."""
     directory = Path(path)
-    why = _problem(directory, _object(directory / "config.json"))
+    why = _problem(directory, json_if_usable(directory / "config.json"))
     if why is not None:
         raise CheckpointError(f"{directory}: {why}")
 
@@ -48,7 +48,7 @@ def check_servable(path: str | Path) -> None:
 def _problem(directory: Path, config: Mapping[str, Any]) -> str | None:
     names = sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []
     if "adapter_config.json" in names:
-        base = _object(directory / "adapter_config.json").get("base_model_name_or_path")
+        base = json_if_usable(directory / "adapter_config.json").get("base_model_name_or_path")
         where = "lies beside the model and would not be applied" if config else f"needs its base model {base!r}"
         merge = "merge it (merge_and_unload of peft) and serve the result"
         return f"adapter_config.json is of an adapter, which {where}: {merge}"
@@ -108,7 +108,7 @@ def _of_rope(config: Mapping[str, Any]) -> str | None:
 
 def _of_headers(directory: Path, weights: list[str], is_plain: bool) -> str | None:
     single = "model.safetensors"
-    index = _object(directory / "model.safetensors.index.json").get("weight_map")
+    index = json_if_usable(directory / "model.safetensors.index.json").get("weight_map")
     used = {single} if single in weights else set(index.values()) if isinstance(index, Mapping) else set()
     for name in sorted(name for name in used if isinstance(name, str)):
         if name not in weights:
@@ -145,12 +145,3 @@ def _header(path: Path) -> tuple[Mapping[str, Any], int]:
         return header, max(0, 8 + size + max(ends) - path.stat().st_size) if ends else 0
     except (OSError, ValueError, TypeError, LookupError, RecursionError, struct.error):
         return {}, 0
-
-
-def _object(path: Path) -> Mapping[str, Any]:
-    """Empty if missing: loading raises a better error."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from baton.engine.config import EngineConfig
 from baton.errors import ConfigError
+from baton.models.loading.config_json import json_if_usable
 from baton.transports.mapped.segments import SHM_DIR, shm_status
 from baton.transports.registry import parse_uri
 
@@ -47,11 +47,7 @@ def need_driver(device: str, library: str = "libcuda.so.1") -> None:
 
 
 def _longest_context(path: Path) -> int | None:
-    try:
-        settings = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None  # loading raises a better error
-    lengths = [int(length * factor) for length, factor in _contexts(settings)]
+    lengths = [int(length * factor) for length, factor in _contexts(json_if_usable(path))]
     return max(lengths, default=None)
 
 

@@ -30,6 +30,14 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
+def json_if_usable(file: Path) -> dict[str, Any]:
+    """{} for an unusable file: loading raises a better error."""
+    try:
+        return read_json(file)
+    except CheckpointError:
+        return {}
+
+
 def read_config(path: str | Path) -> dict[str, Any]:
     """Raises `CheckpointError`."""
     directory = Path(path)
