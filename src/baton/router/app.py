@@ -228,7 +228,7 @@ def _add_router_routes(
         return await change(request, "add")
 
     async def remove(request: web.Request) -> web.StreamResponse:
-        """Remove an engine at once."""
+        """Remove an engine. Its requests end on it."""
         return await change(request, "remove")
 
     async def rebind(request: web.Request) -> web.StreamResponse:
