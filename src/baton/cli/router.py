@@ -8,9 +8,9 @@ import dataclasses
 import functools
 import gc
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,12 +23,11 @@ from baton.errors import ConfigError
 from baton.handoff.protocol.ticket import load_or_create_key
 from baton.handoff.session.keys import ticket_key_file
 from baton.kernels.huge_pages import move_heap
+from baton.openai.http.app import beside
 from baton.openai.http.serving import SHUTDOWN_TIMEOUT_S, serve, url_of
 from baton.router.config.router_settings import RouterSettings
 
 if TYPE_CHECKING:
-    from aiohttp import web
-
     from baton.router.config.router_config import RouterConfig
 
 _Urls = Annotated[list[str] | None, typer.Option(metavar="URL", help="Engine's URL; repeat, or separate by commas.")]
@@ -135,11 +134,11 @@ async def serve_router(
     config: RouterConfig,
     listener: socket.socket,
     on_ready: Callable[[str], None],
-    beside: Callable[[web.Application], AsyncIterator[None]] | None = None,
+    watch: Callable[[], Coroutine[Any, Any, None]] | None = None,
     shutdown_timeout_s: float = SHUTDOWN_TIMEOUT_S,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """See `openai.http.serving.serve`. `beside`: a cleanup context of the app."""
+    """See `openai.http.serving.serve`. `watch`: runs meanwhile."""
     from baton.router import build_app
 
     app = await build_app(config)
@@ -148,8 +147,8 @@ async def serve_router(
     gc.freeze()
     gc.set_threshold(_YOUNG_OBJECTS)
     move_heap()
-    if beside is not None:
-        app.cleanup_ctx.append(beside)
+    if watch is not None:
+        app.cleanup_ctx.append(beside(watch))
     await serve(app, listener, lambda: on_ready(url_of(listener, app)), stop, shutdown_timeout_s)
 
 

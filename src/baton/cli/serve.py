@@ -8,11 +8,11 @@ import functools
 import json
 import shlex
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -43,9 +43,6 @@ from baton.imports import without_gc
 from baton.router.config.router_settings import RoutingSettings
 from baton.text import Tokenizer
 from baton.wire import Role
-
-if TYPE_CHECKING:
-    from aiohttp import web
 
 # Longer than a decode engine's local prefill limit, so that the first request is handed off.
 _QUESTION = (
@@ -242,8 +239,8 @@ def up_command(
                 log_lines(f"ready: {url}/v1   (status: {url}/status, {took}, Ctrl-C ends all)")
 
             supervisor, stop = Supervisor(deployment, logger.warning, fleet.max_restarts), asyncio.Event()
-            beside = functools.partial(_supervise, supervisor, stop)
-            event_loop.run(serve_router(router, listener, on_ready, beside, listen.shutdown_timeout, stop))
+            watch = functools.partial(_supervise, supervisor, stop)
+            event_loop.run(serve_router(router, listener, on_ready, watch, listen.shutdown_timeout, stop))
             log_lines("ending all processes")
         if supervisor.failure is not None:
             raise EngineUnavailableError(supervisor.failure)
@@ -282,18 +279,11 @@ def _banner(config: EngineConfig, engines: Mapping[str, str], url: str | None) -
     return "\n".join(f"{label:<10} {text}" for label, text in lines.items())
 
 
-async def _supervise(supervisor: Supervisor, stop: asyncio.Event, app: web.Application) -> AsyncIterator[None]:
-    async def watch() -> None:
-        while supervisor.failure is None:
-            try:
-                supervisor.poll()
-            except OSError as error:  # no memory for a process; the next check counts its end
-                logger.error("an engine could not be started again: %s", error)
-            await asyncio.sleep(0.5)
-        stop.set()
-
-    task = asyncio.create_task(watch())
-    yield
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
+async def _supervise(supervisor: Supervisor, stop: asyncio.Event) -> None:
+    while supervisor.failure is None:
+        try:
+            supervisor.poll()
+        except OSError as error:  # no memory for a process; the next check counts its end
+            logger.error("an engine could not be started again: %s", error)
+        await asyncio.sleep(0.5)
+    stop.set()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from baton.log_limit import LogLimit
 from baton.openai.http.api_errors import ApiError
@@ -134,11 +133,3 @@ async def report_throughput(metrics: FrontMetrics, more: Callable[[], str], ever
         if prompt or output or metrics.running:
             text = "prompt %.1f tokens/s, output %.1f tokens/s, running %d%s"
             logger.info(text, prompt, output, metrics.running, more())
-
-
-async def throughput_reports(metrics: FrontMetrics, more: Callable[[], str]) -> AsyncIterator[None]:
-    task = asyncio.create_task(report_throughput(metrics, more))
-    yield
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task

@@ -19,9 +19,9 @@ from baton.errors import REASONS, EngineUnavailableError, RequestError, reason_l
 from baton.observe.tracing.tracer import Tracer, make_tracer
 from baton.openai import FrontMetrics, OpenAIService
 from baton.openai.api_routes import add_health, add_openai_routes
-from baton.openai.http.app import BODIES, json_response, new_app
+from baton.openai.http.app import BODIES, beside, json_response, new_app
 from baton.openai.http.metrics import Row, RowCollector, counter, gauge
-from baton.openai.records import throughput_reports
+from baton.openai.records import report_throughput
 from baton.router.admin import Admin
 from baton.router.attempts.observer import RequestObserver
 from baton.router.clients.engine_client import new_session
@@ -119,8 +119,8 @@ async def build_app(config: RouterConfig) -> web.Application:
     app.cleanup_ctx.append(lambda _: _lifetime(session, backend, tracer))
     if services:
         discovery = Discovery(pool, services)
-        app.cleanup_ctx.append(lambda _: discovery.run())
-    app.cleanup_ctx.append(lambda _: throughput_reports(metrics, lambda: _report(backend, service.queue)))
+        app.cleanup_ctx.append(beside(discovery.run))
+    app.cleanup_ctx.append(beside(lambda: report_throughput(metrics, lambda: _report(backend, service.queue))))
     return app
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -73,21 +73,13 @@ class Discovery:
                 continue
             await self._change(service, {f"http://{address}:{service.port}" for address in addresses})
 
-    async def run(self) -> AsyncIterator[None]:
-        """Run while an app runs (a cleanup context)."""
-
-        async def forever() -> None:
-            while True:
-                try:
-                    await self.resolve_all()
-                except Exception:  # new engines would never be seen
-                    logger.exception("engines are looked up again")
-                await asyncio.sleep(self._pause_s)
-
-        task = asyncio.create_task(forever())
-        yield
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+    async def run(self) -> None:
+        while True:
+            try:
+                await self.resolve_all()
+            except Exception:  # new engines would never be seen
+                logger.exception("engines are looked up again")
+            await asyncio.sleep(self._pause_s)
 
     async def _change(self, service: Service, urls: set[str]) -> None:
         listed = {engine.url: engine for engine in self._pool.engines}

@@ -19,11 +19,11 @@ from baton.openai.api_routes import add_health, add_openai_routes
 from baton.openai.backend import OnRoute, Take
 from baton.openai.http.access import OPEN, Access
 from baton.openai.http.api_errors import to_api_error
-from baton.openai.http.app import BODIES, json_response, new_app
+from baton.openai.http.app import BODIES, beside, json_response, new_app
 from baton.openai.http.connections import Stream
 from baton.openai.http.limits import HttpLimits
 from baton.openai.http.metrics import RowCollector, with_vllm_names
-from baton.openai.records import SequenceRecord, throughput_reports
+from baton.openai.records import SequenceRecord, report_throughput
 from baton.openai.request_metrics import NO_METRICS, PerRequestMetrics
 from baton.openai.tools import NO_PARSING, Parsing
 from baton.sampling_params import SamplingParams
@@ -79,7 +79,7 @@ def build_app(
     metrics.registry.register(RowCollector(lambda: with_vllm_names(engine.metrics().collect_rows(), model)))
     app = new_app(metrics, limits, access)
     app.on_response_prepare.append(reports_load(engine.load))
-    app.cleanup_ctx.append(lambda _: throughput_reports(metrics, lambda: _load_text(engine)))
+    app.cleanup_ctx.append(beside(lambda: report_throughput(metrics, lambda: _load_text(engine))))
     backend = EngineBackend(engine, tokenizer)
     add_openai_routes(app, OpenAIService(backend, metrics, parsing=parsing, per_request=per_request))
 

@@ -11,8 +11,10 @@ from typing import Any, cast
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from baton.errors import ConfigError, RequestError
+from baton.openai.http.app import beside
 from baton.router import RouterConfig, build_app
 from baton.router.discovery import Discovery, Service, read_services, resolve
 from baton.router.pool import EnginePool
@@ -109,7 +111,8 @@ async def test_no_error_ends_discovery() -> None:
         return set()
 
     pool: Any = SimpleNamespace(engines=[])
-    running = Discovery(pool, [Service("both", "e", 82)], look_up, pause_s=0.0).run()
+    discovery = Discovery(pool, [Service("both", "e", 82)], look_up, pause_s=0.0)
+    running = beside(discovery.run)(web.Application())
     await anext(running)
     await asyncio.wait_for(again.wait(), 60)
     with pytest.raises(StopAsyncIteration):

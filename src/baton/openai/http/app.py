@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import HttpVersion11, web
@@ -147,6 +147,19 @@ def _add_metrics(
     text, drain = "Whether the server ends, and takes no new requests.", app[DRAIN]
     metrics.registry.register(RowCollector(lambda: [gauge("draining", text, drain.begun)]))
     app.router.add_get("/metrics", show_metrics)
+
+
+def beside(work: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[web.Application], AsyncGenerator[None, None]]:
+    """A cleanup context: `work` runs while an app does."""
+
+    async def context(app: web.Application) -> AsyncGenerator[None, None]:
+        task = asyncio.create_task(work())
+        yield
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    return context
 
 
 def json_response(value: object, status: int = 200) -> web.Response:
