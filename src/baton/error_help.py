@@ -140,7 +140,9 @@ HELP: dict[str, ErrorHelp] = {
     ),
     "peer_lost": _handoff("the other engine left or was replaced", "nothing, if it was restarted on purpose"),
     "preempted": _handoff("P's pages went to other requests", "give P more KV memory"),
-    "prefix_missing": _handoff("D no longer holds the cached prompt", "nothing: the request is handed off instead"),
+    "prefix_missing": _handoff(
+        "an engine holds less of a prompt than the router thought", "nothing: it is handed off, or computed"
+    ),
     "prefix_refused": _handoff(
         "an engine takes no prefix of another's cache: no room, or no checkpoint there", "nothing: it is computed"
     ),
