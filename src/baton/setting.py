@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -16,6 +16,7 @@ from baton.errors import ConfigError
 # Timers cannot wait for infinity.
 MAX_SECONDS = 1e6
 _SHOWN_CHARACTERS = 100
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,23 @@ def json_object(name: str, value: str | dict[str, Any] | None) -> dict[str, Any]
     if not isinstance(value, dict):
         raise ConfigError(name, f"must be a JSON object, got {str(value)[:_SHOWN_CHARACTERS]}")
     return value
+
+
+def refuse_unknown(name: str, data: dict[str, Any], known: Collection[str]) -> None:
+    unknown = sorted(set(data) - set(known))
+    if unknown:
+        raise ConfigError(f"{name}.{unknown[0]}", f"is unknown; known: {', '.join(sorted(known))}")
+
+
+def struct_of(name: str, value: str | dict[str, Any] | None, kind: type[S]) -> S:
+    """A setting's JSON object. Raises `ConfigError` naming the key."""
+    data = json_object(name, value) or {}
+    refuse_unknown(name, data, kind.__struct_fields__)
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        text, _, path = str(error).partition(" - at `$")
+        raise ConfigError(f"{name}{path.rstrip('`')}", f"{text[0].lower()}{text[1:]}") from None
 
 
 def check_settings(settings: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from baton.errors import ConfigError
-from baton.setting import json_object
+from baton.setting import json_object, struct_of
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,10 +30,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         given = json_object("kv_events_config", value) or {}
         if given and "enable_kv_cache_events" not in given:
             raise ConfigError("kv_events_config", f"has no enable_kv_cache_events: {', '.join(given)} would do nothing")
-        try:
-            config = msgspec.convert(given, cls)
-        except msgspec.ValidationError as error:
-            raise ConfigError("kv_events_config", str(error)) from None
+        config = struct_of("kv_events_config", given, cls)
         for name in ("endpoint", "replay_endpoint"):
             endpoint = getattr(config, name)
             if endpoint is not None:

@@ -6,11 +6,10 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from baton.engine.config.values import refuse_unknown
 from baton.errors import ConfigError
 from baton.handoff.session.config import DEFAULT_HANDOFF_TIMEOUT_S
 from baton.kvstore.store import StoreOptions
-from baton.setting import json_object
+from baton.setting import json_object, refuse_unknown
 from baton.transports.registry import parse_uri, read_options
 
 

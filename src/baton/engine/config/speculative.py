@@ -4,9 +4,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from baton.drafters.methods import DRAFTERS, WITHOUT_MODEL
-from baton.engine.config.values import refuse_unknown
 from baton.errors import ConfigError
-from baton.setting import json_object
+from baton.setting import json_object, refuse_unknown
 
 Verifier = Literal["coupled", "rejection"]
 DraftKV = Literal["require", "prefer", "drop"]

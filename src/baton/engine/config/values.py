@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
-from typing import Any
 
 from baton.errors import ConfigError
 
@@ -36,9 +34,3 @@ def parse_size(text: str, field: str = "kv_cache_memory") -> int:
     if match is None:
         raise ConfigError(field, f"must be bytes, or a size such as 512M or 2G, got {text!r}")
     return int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
-
-
-def refuse_unknown(name: str, data: dict[str, Any], known: Collection[str]) -> None:
-    unknown = sorted(set(data) - set(known))
-    if unknown:
-        raise ConfigError(f"{name}.{unknown[0]}", f"is unknown; known: {', '.join(sorted(known))}")

@@ -6,7 +6,7 @@ import msgspec
 
 from baton.errors import ConfigError
 from baton.router.admission.tenants import Tenant
-from baton.setting import json_object
+from baton.setting import struct_of
 from baton.wire import EngineLoad
 
 DEFAULT_POLICY = "cache_aware"
@@ -54,9 +54,6 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 def read_config(text: str | None) -> PolicyConfig:
     """Raises `ConfigError`."""
-    try:
-        config = msgspec.convert(json_object("policy_config", text) or {}, PolicyConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError("policy_config", str(error)) from None
+    config = struct_of("policy_config", text, PolicyConfig)
     config.check()
     return config
