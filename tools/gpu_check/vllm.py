@@ -33,9 +33,9 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from baton.children import die_with_parent
 from baton.errors import BatonError, EngineUnavailableError
 from baton.handoff.session.keys import make_keys
-from baton.children import die_with_parent
 from benchmarks.vllm.servers import ServerConfig, VllmServer, free_port, serve
 from tools.gpu_check import vllm_requests
 
