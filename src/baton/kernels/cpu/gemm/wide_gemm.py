@@ -27,8 +27,10 @@ from baton.kernels.cpu.simd import CHUNKS, LANES, cgutils, fma, has_features, lo
 
 HAS_WIDE_PRODUCTS = not HAS_BF16_PAIRS and has_features("avx2", "fma")
 _BLOCK = CHUNKS * LANES
-# Chunks of 16 outputs at a time: the sums of 6 rows fill 12 of 16 registers, or with AVX-512 12 of 32 twice as wide.
-_CHUNKS_OF_6, _CHUNKS_OF_4 = (2, 2) if has_features("avx512f") else (1, 1)
+# Of 32 registers, twice as wide as AVX2's 16: the sums of 12 rows fill 24.
+_HAS_AVX512 = has_features("avx512f")
+# Chunks of 16 outputs at a time: the sums of 6 rows fill 12 registers.
+_CHUNKS_OF_6, _CHUNKS_OF_4 = (2, 2) if _HAS_AVX512 else (1, 1)
 # A step is a pair of columns of 16 outputs.
 _STEP_BYTES = 4 * LANES
 BF16 = np.uint16(0)
@@ -97,12 +99,19 @@ _products = cast(Callable[..., Any], intrinsic(prefer_literal=True)(_chunk_produ
 def _rows(
     num_rows: int, left: Any, row_bytes: int, right: Any, steps: int, bias: Any, out: Any, out_bytes: int, chunks: int
 ) -> None:
-    """1, 2, 4 or 6 rows, with as many chunks at a time as registers can hold. `chunks`: 2 or 4."""
+    """1, 2, 4 or 6 rows, with AVX-512 8 or 12 too, with as many chunks at a time as registers can hold. `chunks`: 2 or
+    4."""
     chunk, chunk_bytes = 0, steps * _STEP_BYTES
     while chunk < chunks:
         weights, y = right + chunk * chunk_bytes, out + chunk * LANES * _NARROW_BYTES
         bias_at = bias + chunk * LANES * _NARROW_BYTES if bias != 0 else bias
-        if num_rows == 6:
+        if _HAS_AVX512 and num_rows == 12:
+            _products(12, 2, left, row_bytes, weights, steps, bias_at, y, out_bytes)
+            chunk += 2
+        elif _HAS_AVX512 and num_rows == 8:
+            _products(8, 2, left, row_bytes, weights, steps, bias_at, y, out_bytes)
+            chunk += 2
+        elif num_rows == 6:
             _products(6, _CHUNKS_OF_6, left, row_bytes, weights, steps, bias_at, y, out_bytes)
             chunk += _CHUNKS_OF_6
         elif num_rows == 4:
@@ -129,7 +138,10 @@ def multiply_widened(
     bias_at = bias + at * _NARROW_BYTES if bias != 0 else bias
     while row < num_rows:
         more = num_rows - row
-        height = 6 if more >= 6 else 4 if more >= 4 else 2 if more >= 2 else 1
+        if _HAS_AVX512 and more >= 8:
+            height = 12 if more >= 12 else 8
+        else:
+            height = 6 if more >= 6 else 4 if more >= 4 else 2 if more >= 2 else 1
         left, y = x + row * row_bytes, out + row * out_bytes
         _rows(height, left, row_bytes, right, columns // 2, bias_at, y, out_bytes, count // LANES)
         row += height
