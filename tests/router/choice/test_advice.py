@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from testkit.servers.fleets import Cluster, complete
 
 def served(number: int, every: float, prefill: float, queued: float | None = 0.0, decode: float = 1.0) -> ServedRequest:
     """The `number`th request, one `every` so many seconds."""
-    return ServedRequest(number * every, prefill + (queued or 0.0), queued, decode, 1000)
+    whole = prefill + (queued or 0.0)
+    return ServedRequest(number * every, number * every + whole, whole, queued, decode, 1000)
 
 
 def advice(requests: list[ServedRequest], fleet: Fleet) -> Advice:
@@ -34,7 +36,7 @@ def test_a_replay_waits_for_engines_and_slots() -> None:
 
 
 def test_a_queue_of_prompts_asks_for_a_prefill_engine() -> None:
-    found = advice([served(number, 0.9, 1.0) for number in range(100)], Fleet(1, 1))
+    found = advice([served(number, 0.9, 1.0, 0.1 * number) for number in range(100)], Fleet(1, 1))
     assert found.changes["one more prefill engine"] == pytest.approx(1.0)
     assert found.text == "one more prefill engine would cut TTFT p90 by 90%, from 10000 to 1000 ms"
 
@@ -46,9 +48,16 @@ def test_a_queue_for_slots_asks_for_a_decode_engine() -> None:
 
 
 def test_an_engine_too_many_in_one_role_is_offered_to_the_other() -> None:
-    found = advice([served(number, 0.9, 1.0) for number in range(100)], Fleet(1, 3, 2))
+    found = advice([served(number, 0.9, 1.0, 0.1 * number) for number in range(100)], Fleet(1, 3, 2))
     assert found.changes["a decode engine as a prefill engine"] == pytest.approx(1.0)
     assert "a prefill engine as a decode engine" not in found.changes
+
+
+@pytest.mark.parametrize(("engines", "together", "ttft"), [(1, 1, 0.5), (1, 8, 4.0), (2, 8, 4.0)])
+def test_prompts_that_are_computed_together_share_the_time(engines: int, together: int, ttft: float) -> None:
+    """Batches of `together` prompts, each batch done when its last is: no fleet was ever slower than it was."""
+    batches = [served(number // together, 8.0, ttft) for number in range(96)]
+    assert advice(batches, Fleet(engines, 1)).ttft_s == pytest.approx(ttft)
 
 
 def test_nothing_to_change_is_said() -> None:
@@ -58,7 +67,7 @@ def test_nothing_to_change_is_said() -> None:
 
 def test_engines_that_do_not_tell_their_queue_are_measured_by_their_quickest_prompts() -> None:
     told = [served(number, 0.9, 1.0, queued=0.1 * number) for number in range(100)]
-    untold = [ServedRequest(one.arrived, one.prefill, None, one.decode, one.num_prompt_tokens) for one in told]
+    untold = [dataclasses.replace(one, queued=None) for one in told]
     # The tenth percentile waited for a second.
     work = [(one.arrived, min(one.prefill, 2.0), one.decode) for one in told]
     assert advice(untold, Fleet(1, 1)).ttft_s == replay(work, Fleet(1, 1))

@@ -13,20 +13,21 @@ from baton.observe.acceptance import HANDED_OFF
 from baton.observe.timeline import RequestTimeline
 
 MIN_REQUESTS = 50
-# Smaller changes, as a share of the TTFT, are not reported.
+# Smaller changes of the TTFT are not reported.
 _WORTH = 0.1
 _PERCENTILE = 0.9
-# For engines that do not report how long prompts waited: this quantile of seconds per token counts as without waiting.
+# For engines that report no waits: this quantile of seconds per token is without.
 _UNQUEUED = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """A handed-off request, in seconds. `prefill`: from the choice of engines to the first token. `queued`: the time
-    that the prompt waited; None: unknown. `decode`: the rest.
+    """A handed-off request, in seconds. `prefill`: from the choice of engines to the `first` token. `queued`: the
+    prompt's wait; None: unknown. `decode`: the rest.
     """
 
     arrived: float
+    first: float
     prefill: float
     queued: float | None
     decode: float
@@ -76,7 +77,9 @@ class Advice:
 def served_requests(timelines: Iterable[RequestTimeline]) -> list[ServedRequest]:
     """Requests that were handed off and completed in one attempt."""
     return [
-        ServedRequest(one.began, one.first - one.routed, one.queued_s, one.ended - one.first, one.num_prompt_tokens)
+        ServedRequest(
+            one.began, one.first, one.first - one.routed, one.queued_s, one.ended - one.first, one.num_prompt_tokens
+        )
         for one in timelines
         if one.route == HANDED_OFF and one.finish in ("stop", "length") and not one.resumed
         if one.first is not None and one.routed is not None and one.ended is not None
@@ -87,7 +90,7 @@ def advise(requests: Sequence[ServedRequest], fleet: Fleet) -> Advice | None:
     """None if too little is known."""
     if len(requests) < MIN_REQUESTS or not fleet.prefill or not fleet.decode:
         return None
-    work = _work(requests)
+    work = _work(requests, fleet.prefill)
     fleets = {
         "one more prefill engine": Fleet(fleet.prefill + 1, fleet.decode, fleet.slots),
         "one more decode engine": Fleet(fleet.prefill, fleet.decode + 1, fleet.slots),
@@ -101,8 +104,7 @@ def advise(requests: Sequence[ServedRequest], fleet: Fleet) -> Advice | None:
 
 
 def replay(work: Sequence[tuple[float, float, float]], fleet: Fleet) -> float:
-    """The 90th percentile of TTFT in seconds. `work`: arrival, prefill without waiting, and decode of each request, by
-    arrival."""
+    """The 90th percentile of TTFT in seconds. `work`: arrival, prefill and decode of each request, by arrival."""
     engines = [0.0] * fleet.prefill
     slots = None if fleet.slots is None else [0.0] * (fleet.slots * fleet.decode)
     ttfts = []
@@ -116,11 +118,31 @@ def replay(work: Sequence[tuple[float, float, float]], fleet: Fleet) -> float:
     return sorted(ttfts)[min(len(ttfts) - 1, int(_PERCENTILE * len(ttfts)))]
 
 
-def _work(requests: Sequence[ServedRequest]) -> list[tuple[float, float, float]]:
+def _work(requests: Sequence[ServedRequest], engines: int) -> list[tuple[float, float, float]]:
     paces = sorted(one.prefill / max(1, one.num_prompt_tokens) for one in requests if one.queued is None)
     pace = paces[int(_UNQUEUED * len(paces))] if paces else 0.0
+    busy = _busy_until([_computed(one, one.queued) for one in requests if one.queued is not None], engines)
     work = []
     for one in sorted(requests, key=lambda one: one.arrived):
-        alone = pace * one.num_prompt_tokens if one.queued is None else one.prefill - one.queued
-        work.append((one.arrived, max(0.0, min(alone, one.prefill)), one.decode))
+        if one.queued is None:
+            alone = min(pace * one.num_prompt_tokens, one.prefill)
+        else:
+            begin, end = _computed(one, one.queued)
+            alone = busy[end] - busy[begin]
+        work.append((one.arrived, alone, one.decode))
     return work
+
+
+def _computed(one: ServedRequest, queued: float) -> tuple[float, float]:
+    return one.first - max(0.0, one.prefill - queued), one.first
+
+
+def _busy_until(spans: Iterable[tuple[float, float]], engines: int) -> dict[float, float]:
+    """Seconds of work up to each edge: prompts computed together share the engines."""
+    edges = sorted((time, step) for begin, end in spans for time, step in ((begin, 1), (end, -1)))
+    busy, active, found = 0.0, 0, {}
+    for (time, step), (before, _) in zip(edges, [*edges[:1], *edges[:-1]], strict=True):
+        busy += (time - before) * min(1.0, engines / max(1, active))
+        active += step
+        found[time] = busy
+    return found
