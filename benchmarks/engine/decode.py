@@ -25,14 +25,16 @@ _PRODUCT = 2048
 
 
 def rates(dtype: str = "bfloat16") -> dict[str, float]:
-    """GB/s of reading memory, and GFLOP/s of a large product, on all threads: in float32 where PyTorch has no fast
-    products of bfloat16.
+    """GB/s of reading memory, and GFLOP/s of a large product, on all threads: in float32 where the CPU has no products
+    of bfloat16.
     """
     import torch
 
+    from baton.kernels.cpu.gemm.wide_gemm import HAS_WIDE_PRODUCTS
+
     memory, square = torch.ones(1 << 26), torch.randn(_PRODUCT, _PRODUCT)
     row = memory[:4096]
-    if dtype == "bfloat16" and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if dtype == "bfloat16" and not HAS_WIDE_PRODUCTS:
         square = square.bfloat16()
 
     def best(call: Any) -> float:
