@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from baton.errors import BatonError, HandoffError
+from baton.event_loop import timeout
 from baton.handoff.protocol.ticket import Ticket, sign_ticket
 from baton.kv.block_tables import BlockTables
 from baton.router.connectors.base import Connector, ConnectorConfig
@@ -31,7 +32,6 @@ from baton.router.router_backend import RouterBackend
 from baton.router.routes import Routes
 from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingParams
-from baton.timeouts import timeout
 from baton.wire import GenerateRequest, Mode, TokenChunk
 from simulation.legs import SimClient
 from simulation.modelled.eventloop import SimLoop

@@ -1,4 +1,7 @@
-"""The event loop of a router's process."""
+"""The event loop of a router's process, and time limits.
+
+`asyncio.wait_for` is no substitute: before Python 3.12 it loses a cancellation that arrives together with the result.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,13 @@ import sys
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
+
+if sys.version_info >= (3, 11):
+    from asyncio import timeout
+else:
+    from async_timeout import timeout
+
+__all__ = ["new_event_loop", "run", "timeout"]
 
 # It costs less CPU than asyncio's own.
 try:

@@ -15,10 +15,10 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from baton.event_loop import timeout
 from baton.handoff.protocol import ticket as tickets
 from baton.router import RouterConfig, build_app
 from baton.sampling_params import SamplingParams
-from baton.timeouts import timeout
 from baton.wire import Role, SglangIdentity
 from testkit.servers.fake_serving import KEY, await_engines, served
 from testkit.servers.fake_vllm import EOS, token_at

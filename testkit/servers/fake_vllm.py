@@ -13,9 +13,9 @@ from typing import Any, Literal
 import msgspec
 from aiohttp import web
 
+from baton.event_loop import timeout
 from baton.handoff.protocol import ticket as tickets
 from baton.sampling_params import SamplingParams
-from baton.timeouts import timeout
 from baton.wire import LegRole, VllmIdentity
 from testkit.servers.fake_serving import KEY, served
 

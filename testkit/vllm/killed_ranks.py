@@ -29,11 +29,11 @@ from typing import Any
 
 import aiohttp
 
+from baton.event_loop import timeout
 from baton.handoff.protocol.ticket import load_or_create_key
 from baton.handoff.session.keys import make_keys, ticket_key_file
 from baton.router import RouterConfig, build_app
 from baton.router.timers import RouterTimers
-from baton.timeouts import timeout
 from benchmarks.vllm.servers import VllmServer, free_port
 from testkit.servers.fake_serving import served, status_of
 from testkit.vllm.answers import Answer, same

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.kernels.huge_pages import collapse, heap_in, pages_of, runs_of, size_in
+from baton.own_memory import mappings_in
 
 _MAPS = """\
 55d0a4000000-55d0a4400000 r-xp 00000000 fe:00 17                 /usr/bin/python3.11
@@ -96,7 +97,7 @@ def test_a_system_that_hides_the_size_of_huge_pages_has_none(text: str | None, t
 
 
 def test_the_heap_is_private_memory_of_no_file_without_stacks() -> None:
-    assert list(heap_in(_MAPS)) == [(0x55D0A5000000, 0x55D0A5800000), (0x7FB690E00000, 0x7FB691200000)]
+    assert list(heap_in(mappings_in(_MAPS))) == [(0x55D0A5000000, 0x55D0A5800000), (0x7FB690E00000, 0x7FB691200000)]
 
 
 def test_names_of_mapped_files_and_the_locale_do_not_matter(tmp_path: Path) -> None:

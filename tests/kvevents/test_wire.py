@@ -13,6 +13,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from baton.event_loop import timeout
 from baton.kvevents.config import KVEventsConfig
 from baton.kvevents.messages import END_SEQUENCE, BlockStored, EventBatch, decode_batch, encode_batch
 from baton.kvevents.publisher import EventPublisher
@@ -20,7 +21,6 @@ from baton.kvevents.recorder import RecordedGroup
 from baton.router.index.blocks import BlockIndex
 from baton.router.index.subscriber import EventSubscriber
 from baton.router.prefixes import PromptBlocks
-from baton.timeouts import timeout
 
 GROUP = RecordedGroup(0, "full_attention", None, 4)
 ROOT = b"baton.prefix"

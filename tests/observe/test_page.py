@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from baton.event_loop import timeout
 from baton.observe.dashboard import dashboard_page
-from baton.timeouts import timeout
 from testkit.servers.fake_serving import served
 from tools.browser.chromium import CHROMIUM, browser
 

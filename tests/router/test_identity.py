@@ -14,7 +14,7 @@ import pytest
 from baton.cli.serve import loading_ahead
 from baton.comparison import PROCESSOR, token_identity
 from baton.errors import CheckpointError
-from baton.timeouts import timeout
+from baton.event_loop import timeout
 from testkit.servers.fake_serving import ADMIN, FakeEngine, join, served, status_of, until
 from testkit.servers.fleets import BODY, SILENT, Cluster, complete, expected_answer
 

@@ -24,6 +24,7 @@ from baton.errors import (
     HandoffError,
     ProtocolError,
 )
+from baton.event_loop import timeout
 from baton.router import RouterConfig, build_app
 from baton.router.attempts.join import Joined
 from baton.router.attempts.recovery import MAX_ATTEMPTS
@@ -33,7 +34,6 @@ from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingParams
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
-from baton.timeouts import timeout
 from baton.wire import MAX_WAITED_S, EngineInfo, EngineLoad, GenerateRequest, TokenChunk, TokenLogprobs
 from testkit.servers.fake_serving import ADMIN, ADMIN_TOKEN, FakeEngine, await_engines, served, status_of, until
 from testkit.servers.fleets import (

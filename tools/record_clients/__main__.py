@@ -28,8 +28,8 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from baton.event_loop import timeout
 from baton.openai.http.serving import bind, served, url_of
-from baton.timeouts import timeout
 from testkit.clients.deployments import before_vllm, embedded
 
 HERE = Path(__file__).parent

@@ -15,8 +15,8 @@ from baton.bench.load_figures import RequestOutcome
 from baton.bench.load_requests import LoadRequest
 from baton.bench.progress_bar import progress_bar
 from baton.errors import BatonError, EngineUnavailableError
+from baton.event_loop import timeout
 from baton.openai.client import OpenAIClient
-from baton.timeouts import timeout
 
 _COUNTERS = {
     "vllm:spec_decode_num_drafts_total": "drafts",

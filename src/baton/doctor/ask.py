@@ -19,9 +19,9 @@ from baton.doctor.ask_vllm import ask_identity, ask_vllm, read_cache
 from baton.doctor.checkup import BOTH, RANK, Problem, Reading, RouterEntry, RouterFacts, Server
 from baton.doctor.servers import dialled_addresses
 from baton.errors import BatonError, EngineLostError, EngineUnavailableError, OverloadedError, ProtocolError
+from baton.event_loop import timeout
 from baton.openai.answers import Model, decode_answer, printable_line
 from baton.openai.client import OpenAIClient, connected_client
-from baton.timeouts import timeout
 from baton.wire import EngineInfo, LegRole, Role
 
 T = TypeVar("T")

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from baton.own_memory import Advise, Mapping, madvise, own_mappings
+
 log = logging.getLogger(__name__)
 HUGE_PAGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
-_MAPS = Path("/proc/self/maps")
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 # Seconds of CPU time for moving pages, about a millisecond each; the kernel moves the rest later.
 _MOST_S = 1.0
 # Pages per call: before each, every CPU releases its new pages.
 _MOST_PAGES = 32
-Advise = Callable[[int, int, int], int]
 
 
 def move_heap() -> None:
     """Move this process's present heap, except for its edges."""
     try:
-        maps = os.fsdecode(_MAPS.read_bytes())
+        mappings = own_mappings()
     except OSError:
         return
     move(
         "the heap",
-        lambda size: [page for start, end in heap_in(maps) for page in range(-(-start // size), end // size)],
+        lambda size: [page for start, end in heap_in(mappings) for page in range(-(-start // size), end // size)],
     )
 
 
@@ -40,19 +38,11 @@ def move(what: str, pages_for: Callable[[int], Sequence[int]]) -> None:
         log.debug("%d of %d huge pages for %s", collapse(pages, size, madvise()), len(pages), what)
 
 
-def heap_in(maps: str) -> Iterator[tuple[int, int]]:
-    """(start, end) of private memory without a file, in `/proc/PID/maps`."""
-    for line in maps.split("\n")[:-1]:
-        place, mode, _, _, inode, *name = line.split(maxsplit=5)
-        if mode == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
-            start, _, end = place.partition("-")
-            yield int(start, 16), int(end, 16)
-
-
-def madvise() -> Advise:
-    advise = ctypes.CDLL(None).madvise
-    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return advise
+def heap_in(mappings: Iterable[Mapping]) -> Iterator[tuple[int, int]]:
+    """(start, end) of private memory without a file."""
+    for one in mappings:
+        if one.mode == "rw-p" and one.inode == 0 and one.file in ("", "[heap]"):
+            yield one.start, one.stop
 
 
 def size_in(file: Path) -> int | None:

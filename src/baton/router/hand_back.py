@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from baton.errors import BatonError, EngineUnavailableError, HandoffError, reason_label
+from baton.event_loop import timeout
 from baton.observe.pace import TokenPace
 from baton.openai.http.api_errors import error_of_chunk
 from baton.openai.http.metrics import Row, counter
@@ -18,7 +19,6 @@ from baton.router.leg_tasks import Chunks, LegWatch
 from baton.router.policies import PolicyConfig
 from baton.router.pooled_engine import PooledEngine
 from baton.router.prefixes import PromptBlocks, prompt_of
-from baton.timeouts import timeout
 from baton.wire import GenerateRequest, Mode, TokenChunk
 
 # A pair that was too slow is tried again after this many prompts.

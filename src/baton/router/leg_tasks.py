@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from typing import Any, TypeVar
 
 from baton.errors import BatonError
+from baton.event_loop import timeout
 from baton.openai.backend import Take
-from baton.timeouts import timeout
 from baton.wire import LegRole, TokenChunk
 
 # The first token reaches the client before the decode leg is sent.

@@ -20,6 +20,7 @@ from baton.errors import (
     RequestError,
     reason_label,
 )
+from baton.event_loop import timeout
 from baton.openai import ServedModel
 from baton.openai.backend import OnRoute, Take
 from baton.openai.http.caller import CALLER, session_of
@@ -38,7 +39,6 @@ from baton.router.pool import EnginePool
 from baton.router.pooled_engine import NO_CHARGE, OnLost, PooledEngine
 from baton.router.routes import Decisions, Route, Routes
 from baton.sampling_params import SamplingParams
-from baton.timeouts import timeout
 from baton.wire import GenerateRequest, LegRole, Mode, Recovery, TokenChunk
 
 _PATIENCE_STEP_S = 0.1

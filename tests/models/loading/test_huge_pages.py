@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.kernels.huge_pages import HUGE_PAGE_SIZE, collapse, madvise, pages_of, size_in
+from baton.kernels.huge_pages import HUGE_PAGE_SIZE, collapse, pages_of, size_in
 from baton.models.layers.linear import Build, Linear
 from baton.models.loading.huge_pages import use_huge_pages
+from baton.own_memory import madvise
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="huge pages of Linux")

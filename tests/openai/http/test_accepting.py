@@ -17,11 +17,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from baton.event_loop import timeout
 from baton.openai.http import accepting
 from baton.openai.http.limits import HttpLimits
 from baton.server import build_app
 from baton.text import Tokenizer
-from baton.timeouts import timeout
 from testkit.servers.fake_serving import FakeEngine, served, until
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"

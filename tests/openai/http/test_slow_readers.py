@@ -18,6 +18,7 @@ import pytest
 from aiohttp import web
 from aiohttp.http import StreamWriter
 
+from baton.event_loop import timeout
 from baton.openai import FrontMetrics
 from baton.openai.http import serving
 from baton.openai.http.access import OPEN, Access
@@ -30,7 +31,6 @@ from baton.router import RouterConfig
 from baton.router import build_app as build_router
 from baton.server import build_app
 from baton.text import Tokenizer
-from baton.timeouts import timeout
 from testkit.clients.reader import Reader
 from testkit.servers.fake_serving import KEY, FakeEngine, complete, served, until
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from baton.event_loop import timeout
 from baton.openai import FrontMetrics
 from baton.openai.http.access import Access
 from baton.openai.http.app import json_response, new_app
 from baton.openai.http.limits import HttpLimits
-from baton.timeouts import timeout
 from testkit.clients.reader import LONG, Reader
 from testkit.servers.fake_serving import until
 from tests.openai.http.test_doors import CERT, trusting

@@ -12,12 +12,12 @@ import aiohttp
 import msgspec
 import pytest
 
+from baton.event_loop import timeout
 from baton.router import RouterConfig, build_app
 from baton.router.admission import concurrency
 from baton.router.admission.concurrency import ConcurrencyLimit
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
-from baton.timeouts import timeout
 from testkit.servers.fake_serving import KEY, FakeEngine, complete, served
 
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from baton.timeouts import timeout
+from baton.event_loop import timeout
 from testkit.servers.fleets import Setup
 
 BODY = {"prompt": "a", "max_tokens": 30, "seed": 3, "stream": True}

@@ -13,8 +13,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from baton.event_loop import timeout
 from baton.openai.streams import ChoiceSequence
-from baton.timeouts import timeout
 from testkit.clients.reader import Reader
 from testkit.servers.fake_serving import until
 from testkit.servers.fleets import Cluster, Gate, Setup, expected_answer

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from baton.errors import OverloadedError, RequestError
-from baton.timeouts import timeout
+from baton.event_loop import timeout
 
 WRITE_TIMEOUT_S = 60.0
 

@@ -17,6 +17,7 @@ from baton.errors import (
     OverloadedError,
     RequestError,
 )
+from baton.event_loop import timeout
 from baton.router.attempts.attempt import RequestProgress
 from baton.router.attempts.join import Joined, LegFailed, TokenMismatch
 from baton.router.clients.engine_client import EngineClient
@@ -25,7 +26,6 @@ from baton.router.pool import EnginePool
 from baton.router.pooled_engine import PooledEngine
 from baton.router.routes import PREFIX_MISSING, Decisions, Route, Routes
 from baton.sampling_params import MAX_LOGPROBS, SamplingParams
-from baton.timeouts import timeout
 from baton.wire import GenerateRequest, Recovery, allows_recovery
 
 logger = logging.getLogger(__name__)

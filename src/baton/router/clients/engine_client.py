@@ -26,6 +26,7 @@ from baton.errors import (
     RequestError,
     ShortageError,
 )
+from baton.event_loop import timeout as time_limit
 from baton.openai.answers import decode_answer, read_error
 from baton.openai.backend import Take
 from baton.openai.client import PLAIN, convert_errors, error_line, read_body, read_refusal
@@ -36,7 +37,6 @@ from baton.router.clients.address import split_rank
 from baton.router.clients.posts import LegResponse, Posts
 from baton.router.leg_tasks import Chunks
 from baton.router.timers import RouterTimers
-from baton.timeouts import timeout as time_limit
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, PromptIds, TokenChunk
 
 _MAX_LINE_BYTES = 2**20

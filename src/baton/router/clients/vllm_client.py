@@ -17,6 +17,7 @@ import msgspec
 
 from baton.comparison import token_identity
 from baton.errors import BatonError, EngineLostError, EngineUnavailableError, IncompatiblePeerError, ProtocolError
+from baton.event_loop import timeout as time_limit
 from baton.openai.answers import Completion, Model, Models, decode_answer
 from baton.openai.client import read_body, read_samples
 from baton.openai.http.lines import LineReader
@@ -27,7 +28,6 @@ from baton.router.clients.vllm_events import LegEvents, without_finish
 from baton.router.leg_tasks import Chunks
 from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingDefaults
-from baton.timeouts import timeout as time_limit
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
 
 if TYPE_CHECKING:

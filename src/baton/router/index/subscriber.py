@@ -11,6 +11,7 @@ import zmq
 import zmq.asyncio
 
 from baton.errors import ProtocolError
+from baton.event_loop import timeout
 from baton.kvevents.messages import (
     END_SEQUENCE,
     MAX_BATCH_BYTES,
@@ -21,7 +22,6 @@ from baton.kvevents.messages import (
 )
 from baton.log_limit import LogLimit
 from baton.router.index.blocks import BlockIndex
-from baton.timeouts import timeout
 
 logger = logging.getLogger(__name__)
 logger.addFilter(LogLimit())

@@ -5,12 +5,12 @@ Otherwise each page of 4 KiB costs a fault of 1 to 3 microseconds.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import time
 import weakref
 from collections.abc import Callable
 
+from baton.own_memory import madvise
 from baton.transports.base import ByteArray
 
 _MADV_POPULATE_WRITE = 23
@@ -19,16 +19,14 @@ PIECE_BYTES = 4 << 20
 _PAUSE_S = 0.03
 # The most pauses in a row, if no core is idle.
 _MOST_PAUSES = 30
-# Releases the GIL, unlike `mmap.madvise`.
-_madvise = ctypes.CDLL(None).madvise
-_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_madvise = madvise()
 
 
 def populate(memory: ByteArray) -> bool:
     """False if the system does not support it."""
     address = memory.ctypes.data
     start = address - address % mmap.PAGESIZE
-    return bool(_madvise(start, address + memory.nbytes - start, _MADV_POPULATE_WRITE) == 0)
+    return _madvise(start, address + memory.nbytes - start, _MADV_POPULATE_WRITE) == 0
 
 
 def idle_s() -> float:

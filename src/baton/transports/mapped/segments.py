@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import ConfigError
+from baton.own_memory import own_mappings
 from baton.transports.process import stat_of
 
 SHM_DIR = "/dev/shm"
-_MAPS = Path("/proc/self/maps")
 # Pid, start time of the process, and random digits.
 SEGMENT_NAME = re.compile(r"baton-([0-9]{1,10})-([0-9]{1,20})-[0-9a-f]{16}", re.ASCII)
 
@@ -70,13 +70,11 @@ def file_of(memory: npt.NDArray[np.uint8]) -> tuple[str, int]:
     Raises `ConfigError`.
     """
     address = memory.ctypes.data
-    for line in os.fsdecode(_MAPS.read_bytes()).split("\n")[:-1]:  # names may be any bytes
-        span, _, offset, _, _, *path = line.split(maxsplit=5)
-        start, stop = (int(end, 16) for end in span.split("-"))
-        if start <= address and address + memory.nbytes <= stop and path:
-            name = Path(path[0])
-            if str(name.parent) == SHM_DIR and SEGMENT_NAME.fullmatch(name.name):
-                return str(name), int(offset, 16) + address - start
+    for mapping in own_mappings():
+        if mapping.start <= address and address + memory.nbytes <= mapping.stop:
+            path = Path(mapping.file)
+            if str(path.parent) == SHM_DIR and SEGMENT_NAME.fullmatch(path.name):
+                return str(path), mapping.offset + address - mapping.start
     raise ConfigError(
         "kv_transport", "must be shm with several tensor ranks: they are processes that share their pages"
     )
