@@ -130,6 +130,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
+    for program in ("llama-bench", "llama-server"):
+        if not (options.directory / program).is_file():
+            parser.error(f"{options.directory} has no {program}")
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     own, model, source = str(smollm2()), bf16_gguf(), random.Random(0)
     flags = ["--served-model-name", "m", "--dtype", "bfloat16", "--max-model-len", "4096"]

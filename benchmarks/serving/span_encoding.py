@@ -114,7 +114,10 @@ def main(
 ) -> None:
     """Print microseconds of CPU per request."""
     resource = encode_resource({"service.name": "baton-router"})
-    encoders = {"Baton": lambda spans: encode_request(spans, resource), "OpenTelemetry": by_opentelemetry()}
+    try:
+        encoders = {"Baton": lambda spans: encode_request(spans, resource), "OpenTelemetry": by_opentelemetry()}
+    except ImportError as error:
+        raise SystemExit(f"{error}: pip install opentelemetry-exporter-otlp-proto-http") from None
     taken: dict[str, list[float]] = {name: [] for name in encoders}
     for at in range(rounds):
         made = [spans_of(at * requests + number) for number in range(requests)]
