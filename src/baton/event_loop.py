@@ -1,7 +1,4 @@
-"""The event loop of a router's process, and time limits.
-
-`asyncio.wait_for` is no substitute: before Python 3.12 it loses a cancellation that arrives together with the result.
-"""
+"""The event loop of a router's process, and time limits."""
 
 from __future__ import annotations
 
