@@ -35,7 +35,7 @@ def test_handoffs_between_two_processes_are_counted(tmp_path: Path) -> None:
     # The first chunk, with the drafter's part, is copied during the second. On a busy machine less is copied by then,
     # or the end of the prefill comes late, after copies of the second.
     hidden = [one["hidden_bytes"] for one in (fresh, churned, full)]
-    assert 0.45 < max(hidden) < 1
+    assert any(0.45 < share < 1 for share in hidden), hidden
 
 
 @pytest.mark.parametrize("layout", ["block", "layer"])

@@ -182,7 +182,8 @@ async def test_aborted_requests_leave_nothing(mode: str, seed: int, deployment: 
         handoffs = {k: status["handoffs"][k] - handoffs_before[k] for k in handoffs_before if k != "failures"}
         assert status["handoffs"]["failures"] == {}, handoffs
         assert handoffs["active"] == handoffs["failed"] == handoffs["completed"] == 0, handoffs
-        assert handoffs["aborted"] == handoffs["started"] >= NUM_ABORTS // 2, handoffs
+        # A slow router begins few whose client leaves before the first token.
+        assert handoffs["aborted"] == handoffs["started"] >= NUM_ABORTS // 4, handoffs
         assert all(engine["healthy"] and engine["num_inflight"] == 0 for engine in status["engines"])
 
         assert deployment.ended() == {}
