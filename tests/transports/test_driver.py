@@ -8,6 +8,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -442,6 +443,17 @@ def test_strangers_take_a_bounded_number_of_sockets() -> None:
         for caller in callers:
             caller.close()
         lifeline.close()
+
+
+def test_a_line_that_is_dialled_while_its_lifeline_closes_is_closed() -> None:
+    one, two = Lifeline("127.0.0.1"), Lifeline("127.0.0.1")
+    with contextlib.closing(two), ThreadPoolExecutor(1) as pool:
+        one.close()
+        dialling = pool.submit(one.dial, two.contact)
+        while not dialling.done():
+            two.wait(0.05)
+        with pytest.raises(TransportError, match="is closed"):
+            dialling.result()
 
 
 def test_a_line_that_is_hung_up_at_once_disturbs_nobody() -> None:

@@ -154,7 +154,11 @@ class Lifeline:
             sock.close()
             raise TransportError(f"no answer from {contact.host}:{contact.port}: {error}") from error
         line = Line(_tuned(sock), admitted=True)
-        self._dialled.put(line)
+        with self._waking:
+            if self._waker < 0:
+                line.close()
+                raise TransportError("the transport is closed")
+            self._dialled.put(line)
         self.wake()
         return line
 
@@ -232,6 +236,10 @@ class Lifeline:
 
     def close(self) -> None:
         """Idempotent."""
+        with self._waking:
+            if self._waker >= 0:
+                os.close(self._waker)
+                self._waker = -1
         with contextlib.suppress(queue.Empty):
             while True:
                 self._dialled.get_nowait().close()
@@ -240,10 +248,6 @@ class Lifeline:
                 key.data.close()
         self._selector.close()
         self._listener.close()
-        with self._waking:
-            if self._waker >= 0:
-                os.close(self._waker)
-                self._waker = -1
 
 
 def _tuned(sock: socket.socket) -> socket.socket:
