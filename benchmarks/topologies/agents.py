@@ -13,7 +13,7 @@ from unittest import mock
 
 import msgspec
 
-from baton.engine import build
+from baton.engine.legs import build
 from baton.engine.memory.kv_memory import KVMemory
 from baton.handoff.agent.agent import AgentConfig, EngineWatch, HandoffAgent
 from baton.handoff.agent.instance import InstanceAgent

@@ -23,12 +23,12 @@ def orphaned_segments() -> list[Path]:
     return sorted(left)
 
 
-def open_files() -> Counter[str]:
-    """What this process has open, by what its descriptors point to, e.g. `{"socket:[17]": 1, "/dev/null": 2}`."""
+def open_files(pid: int | str = "self") -> Counter[str]:
+    """What a process has open, by what its descriptors point to, e.g. `{"socket:[17]": 1, "/dev/null": 2}`."""
     found: Counter[str] = Counter()
-    for name in os.listdir("/proc/self/fd"):
+    for name in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):  # closed since, as the descriptor of this listing is
-            found[os.readlink(f"/proc/self/fd/{name}")] += 1
+            found[os.readlink(f"/proc/{pid}/fd/{name}")] += 1
     return found
 
 

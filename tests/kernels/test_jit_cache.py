@@ -17,6 +17,7 @@ import numba
 import pytest
 
 from baton import jit_cache
+from testkit.processes.leftovers import open_files
 
 _INNER = """\
 from baton.jit_cache import jit
@@ -97,7 +98,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 def compiling(answer: Answer, tmp_path: Path) -> Iterator[tuple[TextIO, subprocess.Popen[str], list[Path]]]:
     """The lock of `twice`, held; a process that needs it, and prints as `answer`; its code, renamed."""
     assert answer(3) == (6, 0)
-    (path,) = (tmp_path / "cache").rglob("outer.twice*.lock")
+    (path,) = (tmp_path / "cache").resolve().rglob("outer.twice*.lock")
     code = [*path.parent.glob("*.nb[ic]")]
     for file in code:
         file.rename(file.with_suffix(file.suffix + ".later"))
@@ -106,7 +107,7 @@ def compiling(answer: Answer, tmp_path: Path) -> Iterator[tuple[TextIO, subproce
         fcntl.flock(lock, fcntl.LOCK_EX)
         with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as other:
             until = time.monotonic() + 60
-            while path not in [link.resolve() for link in Path(f"/proc/{other.pid}/fd").iterdir()]:
+            while str(path) not in open_files(other.pid):
                 assert other.poll() is None
                 assert time.monotonic() < until
                 time.sleep(0.01)
