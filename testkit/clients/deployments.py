@@ -17,7 +17,7 @@ from testkit.clients.obedient_vllm import TEMPLATE, ObedientVllm
 from testkit.processes.running import running_up
 from testkit.servers.fake_serving import ADMIN_TOKEN, KEY, served, write_tokenizer
 from testkit.servers.fake_vllm import Shared
-from testkit.servers.vllm_pair import QUICK
+from testkit.servers.fleets import QUICK
 
 # The name in the recorded requests.
 MODEL = "demo"

@@ -22,7 +22,7 @@ from baton.sampling_params import SamplingParams
 from baton.wire import Role, SglangIdentity
 from testkit.servers.fake_serving import KEY, await_engines, served
 from testkit.servers.fake_vllm import EOS, token_at
-from testkit.servers.vllm_pair import QUICK
+from testkit.servers.fleets import QUICK
 
 
 @dataclass

@@ -11,13 +11,11 @@ from typing import Any
 import aiohttp
 
 from baton.router import RouterConfig, build_app
-from baton.router.timers import RouterTimers
 from testkit.servers import fake_serving
 from testkit.servers.fake_serving import ADMIN_TOKEN, KEY, await_engines, served
 from testkit.servers.fake_vllm import FakeVllm, Kind, Shared, token_at
+from testkit.servers.fleets import QUICK
 
-# Servers and router share one loop, which other tests may block for a while: no server is silent for that reason.
-QUICK = RouterTimers(check=0.05, answer=10.0, lease=30.0, patience=1.0)
 CONNECTORS: dict[str, Kind] = {"BatonConnector": "baton", "NixlConnector": "pull", "NixlPushConnector": "push"}
 WAYS = [(name, False) for name in CONNECTORS] + [("BatonConnector", True)]
 PROMPT = [10, 11, 12, 13, 14]

@@ -22,8 +22,8 @@ from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
 from testkit.servers.fake_serving import KEY, FakeEngine, served
 from testkit.servers.fake_vllm import FakeVllm
-from testkit.servers.fleets import Setup
-from testkit.servers.vllm_pair import QUICK, Pair
+from testkit.servers.fleets import QUICK, Setup
+from testkit.servers.vllm_pair import Pair
 
 VERSION = b'{"version": "0.32.0"}'
 FIRST = '{"output.first_step": "recompute"}'

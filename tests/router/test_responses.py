@@ -12,7 +12,7 @@ from baton.router import RouterConfig, build_app
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
 from testkit.servers.fake_serving import KEY, TEXT, FakeEngine, served
-from testkit.servers.vllm_pair import QUICK
+from testkit.servers.fleets import QUICK
 
 
 async def both(url: str, model: str, **more: Any) -> list[str]:

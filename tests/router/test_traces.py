@@ -18,7 +18,8 @@ from testkit.servers.collector import Collector, attributes
 from testkit.servers.fake_serving import KEY, FakeEngine, served, status_of
 from testkit.servers.fake_sglang import SglangPair
 from testkit.servers.fake_vllm import FakeVllm
-from testkit.servers.vllm_pair import QUICK, WAYS, Pair
+from testkit.servers.fleets import QUICK
+from testkit.servers.vllm_pair import WAYS, Pair
 from tests.router.test_spans import DOCUMENTED
 
 ID = "4bf92f3577b34da6a3ce929d0e0e4736"

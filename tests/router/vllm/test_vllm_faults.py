@@ -14,7 +14,8 @@ from aiohttp import web
 from baton.router.clients import vllm_client
 from testkit.servers.fake_serving import join, status_of, until
 from testkit.servers.fake_vllm import FakeVllm, token_at
-from testkit.servers.vllm_pair import BODY, CONNECTORS, PROMPT, QUICK, WAYS, Pair, complete, said
+from testkit.servers.fleets import QUICK
+from testkit.servers.vllm_pair import BODY, CONNECTORS, PROMPT, WAYS, Pair, complete, said
 
 
 @pytest.mark.parametrize(("name", "seed"), WAYS)

@@ -26,7 +26,8 @@ from baton.wire import GenerateRequest, LegRole, TokenChunk
 from benchmarks.scrape import scrape
 from testkit.servers.fake_serving import KEY, await_engines, served, status_of, until
 from testkit.servers.fake_vllm import FakeVllm
-from testkit.servers.vllm_pair import QUICK, Pair, complete, said
+from testkit.servers.fleets import QUICK
+from testkit.servers.vllm_pair import Pair, complete, said
 
 PROMPT = [10 + place % 200 for place in range(60)]
 HELD = 32  # tokens, by D's events

@@ -14,8 +14,8 @@ from baton.errors import ConfigError, IncompatiblePeerError
 from baton.router import RouterConfig, build_app
 from testkit.servers.fake_serving import served, status_of, until
 from testkit.servers.fake_vllm import FakeVllm, token_at
-from testkit.servers.fleets import several_answers
-from testkit.servers.vllm_pair import BODY, CONNECTORS, PROMPT, QUICK, WAYS, Pair, complete, said
+from testkit.servers.fleets import QUICK, several_answers
+from testkit.servers.vllm_pair import BODY, CONNECTORS, PROMPT, WAYS, Pair, complete, said
 
 
 @pytest.mark.parametrize(("name", "seed"), WAYS)

@@ -141,8 +141,9 @@ def _busy_until(spans: Iterable[tuple[float, float]], engines: int) -> dict[floa
     """Seconds of work up to each edge: prompts computed together share the engines."""
     edges = sorted((time, step) for begin, end in spans for time, step in ((begin, 1), (end, -1)))
     busy, active, found = 0.0, 0, {}
-    for (time, step), (before, _) in zip(edges, [*edges[:1], *edges[:-1]], strict=True):
-        busy += (time - before) * min(1.0, engines / max(1, active))
-        active += step
+    last = edges[0][0] if edges else 0.0
+    for time, step in edges:
+        busy += (time - last) * min(1.0, engines / max(1, active))
         found[time] = busy
+        active, last = active + step, time
     return found
