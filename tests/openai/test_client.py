@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
+import aiohttp
 import pytest
 from aiohttp import web
 
 from baton.bench.timed_stream import stream_completion
 from baton.errors import EngineLostError, EngineUnavailableError, HandoffError, OverloadedError, ProtocolError
+from baton.openai import client as client_module
 from baton.openai.client import OpenAIClient, connected_client
+from baton.router.clients import engine_client
 from testkit.servers.fake_serving import served
 
 DONE = b"data: [DONE]\n\n"
@@ -89,3 +93,40 @@ async def test_a_server_that_is_not_there_is_lost() -> None:
     async with connected_client("http://127.0.0.1:1", 10.0) as client:
         with pytest.raises(EngineLostError):
             await client.model()
+
+
+@asynccontextmanager
+async def engine_session(_: str) -> AsyncIterator[aiohttp.ClientSession]:
+    async with engine_client.new_session() as session:
+        yield session
+
+
+@asynccontextmanager
+async def client_session(url: str) -> AsyncIterator[aiohttp.ClientSession]:
+    async with connected_client(url) as client:
+        yield client._session
+
+
+@pytest.mark.parametrize("open_session", [engine_session, client_session])
+async def test_a_connection_that_was_idle_is_not_used_again(
+    open_session: Callable[[str], AbstractAsyncContextManager[aiohttp.ClientSession]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server may close it just as the next request is written, as vLLM does after 5 s."""
+    assert client_module.KEEP_ALIVE_S < 5
+    for module in (client_module, engine_client):
+        monkeypatch.setattr(module, "KEEP_ALIVE_S", 0.05)
+
+    async def answer_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        await reader.read(1)
+        writer.close()
+
+    server = await asyncio.start_server(answer_once, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    url = f"http://{host}:{port}"
+    async with server, open_session(url) as session:
+        for _ in range(2):
+            async with session.post(url) as response:
+                assert response.status == 200
+            await asyncio.sleep(0.1)

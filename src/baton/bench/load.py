@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
-
 from baton.bench.load_figures import RequestOutcome
 from baton.bench.load_requests import LoadRequest
 from baton.bench.progress_bar import progress_bar
 from baton.errors import BatonError, EngineUnavailableError
 from baton.event_loop import timeout
-from baton.openai.client import OpenAIClient
+from baton.openai.client import OpenAIClient, connected_client
 
 _COUNTERS = {
     "vllm:spec_decode_num_drafts_total": "drafts",
@@ -56,16 +54,7 @@ async def run_load(
 
     Raises as `OpenAIClient.model`, and `EngineUnavailableError` if a warm-up request fails.
     """
-    headers = {"Accept-Encoding": "identity"}
-    if key is not None:
-        headers["Authorization"] = f"Bearer {key}"
-    # A limit would silently delay requests.
-    connector = aiohttp.TCPConnector(limit=0)
-    limit = aiohttp.ClientTimeout(total=load.request_timeout_s)
-    async with aiohttp.ClientSession(
-        connector=connector, timeout=limit, headers=headers, auto_decompress=False
-    ) as session:
-        client = OpenAIClient(session, url)
+    async with connected_client(url, load.request_timeout_s, key) as client:
         model = model or (await client.model()).id
         gate = asyncio.Semaphore(load.max_concurrency or max(len(load.requests), num_warmups, 1))
         warm = [_ask(client, model, load.requests[0], load.extra, gate, 0.0) for _ in range(num_warmups)]

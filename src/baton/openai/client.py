@@ -38,6 +38,9 @@ from baton.urls import split_http_url
 MAX_BODY_BYTES = 32 * 2**20
 # Compressed bodies would defeat limits.
 PLAIN = {"Accept-Encoding": "identity"}
+# Of an idle connection, less than servers' own (vLLM and SGLang: 5 s): one that a server closes just as the next
+# request is written fails that request.
+KEEP_ALIVE_S = 3.0
 _MAX_REFUSAL_BYTES = 2**16
 _EVENT, _DONE = b"data:", b"[DONE]"
 _MALFORMED = (msgspec.DecodeError, LineTooLong, ValueError, RecursionError)
@@ -134,7 +137,11 @@ async def connected_client(
     if api_key is not None:
         headers["Authorization"] = f"Bearer {api_key}"
     timeout = aiohttp.ClientTimeout(total=timeout_s)
-    async with aiohttp.ClientSession(timeout=timeout, headers=headers, auto_decompress=False) as session:
+    # A limit would silently delay requests.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=timeout, headers=headers, auto_decompress=False
+    ) as session:
         yield OpenAIClient(session, url)
 
 

@@ -29,7 +29,7 @@ from baton.errors import (
 from baton.event_loop import timeout as time_limit
 from baton.openai.answers import decode_answer, read_error
 from baton.openai.backend import Take
-from baton.openai.client import PLAIN, convert_errors, error_line, read_body, read_refusal
+from baton.openai.client import KEEP_ALIVE_S, PLAIN, convert_errors, error_line, read_body, read_refusal
 from baton.openai.http.api_errors import DRAINING, ENGINE_STALLED
 from baton.openai.http.lines import LineReader
 from baton.openai.http.tracing import TRACE
@@ -56,8 +56,7 @@ T = TypeVar("T")
 def new_session() -> aiohttp.ClientSession:
     """Without compression."""
     return aiohttp.ClientSession(
-        # Shorter than servers' own limits (vLLM's is 5 s).
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
         cookie_jar=aiohttp.DummyCookieJar(),
         headers=PLAIN,
         auto_decompress=False,
