@@ -31,7 +31,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    # Longer than any client's: tests post on connections that were idle while other requests were answered.
+    # Longer than any client's.
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_SSM_CONV_STATE_LAYOUT": "DS",

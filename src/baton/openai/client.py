@@ -38,8 +38,7 @@ from baton.urls import split_http_url
 MAX_BODY_BYTES = 32 * 2**20
 # Compressed bodies would defeat limits.
 PLAIN = {"Accept-Encoding": "identity"}
-# Of an idle connection, less than servers' own (vLLM and SGLang: 5 s): one that a server closes just as the next
-# request is written fails that request.
+# Less than servers' (vLLM's is 5 s): a request on a connection that is just being closed fails.
 KEEP_ALIVE_S = 3.0
 _MAX_REFUSAL_BYTES = 2**16
 _EVENT, _DONE = b"data:", b"[DONE]"
