@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from baton.bench.modelled import ModelledEngine, ModelledKV
-from baton.children import LineProcess
+from baton.children import PYTHON, LineProcess
 from baton.errors import EngineUnavailableError
 from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.messages import Seeds
@@ -25,7 +25,7 @@ class PrefillPeer:
     """Raises `EngineUnavailableError` if the process has ended."""
 
     def __init__(self, kv: ModelledKV, tensor_parallel_size: int, num_pages: int, uri: str, ticket_key: bytes) -> None:
-        self._child = LineProcess([sys.executable, "-c", f"from {__name__} import serve_prefill; serve_prefill()"])
+        self._child = LineProcess([*PYTHON, "-c", f"from {__name__} import serve_prefill; serve_prefill()"])
         self._send([msgspec.to_builtins(kv), tensor_parallel_size, num_pages, uri, ticket_key.hex()])
         self.addresses: list[str] = self.receive()
 

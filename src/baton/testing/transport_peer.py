@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from baton.children import LineProcess
+from baton.children import PYTHON, LineProcess
 from baton.testing.transport_memory import allocate, register
 from baton.transports.base import ByteArray, Transport
 from baton.transports.registry import create_transport
@@ -78,7 +78,7 @@ class SpawnedPeer(FarSide):
     """A far side in a process of its own, which runs `serve_peer`."""
 
     def __init__(self, uri: str, sizes: Sequence[int], device: str | None = None) -> None:
-        command = [sys.executable, "-c", f"from {__name__} import serve_peer; serve_peer({uri!r}, {device!r})"]
+        command = [*PYTHON, "-c", f"from {__name__} import serve_peer; serve_peer({uri!r}, {device!r})"]
         self._child = LineProcess(command, {**os.environ, "OMP_NUM_THREADS": "1"})
         self._process = self._child.process
         self.descriptor = base64.b64decode(self._ask({"do": "open", "sizes": list(sizes)}))
