@@ -11,7 +11,7 @@ import pytest
 
 from baton.errors import ConfigError
 from baton.handoff.session.keys import make_keys
-from baton.vllm.config import check_transfer, read_config
+from baton.vllm.config import FIELD, check_transfer, read_config
 
 KEY = {"keys": "keys"}
 
@@ -32,7 +32,7 @@ KEY = {"keys": "keys"}
     ],
 )
 def test_a_bad_setting_is_named(setting: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=setting):
+    with pytest.raises(ConfigError, match=rf"^{FIELD}\.{setting}: "):
         read_config(KEY | {setting: value})
 
 

@@ -19,7 +19,7 @@ from baton.wire import Integrity
 _OUT_OF_REACH = {"local": "it joins engines of one process", "shm": "it moves memory that it has allocated itself"}
 
 
-class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """docs/vllm.md ("Settings") explains each."""
 
     # Where a plug-in's user writes the settings, for errors.

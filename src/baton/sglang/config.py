@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
-import msgspec
 from msgspec import Meta
 
 from baton.errors import ConfigError
 from baton.plugin_base.config import EngineSettings
+from baton.setting import struct_of
 
 VARIABLE = "BATON_SGLANG_CONFIG"
 
 
-class SglangConfig(EngineSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SglangConfig(EngineSettings, frozen=True, kw_only=True):
     """The fields of `BATON_SGLANG_CONFIG`, besides those of `EngineSettings`. `engine_id`: this server's name in the
     key directory."""
 
@@ -27,9 +27,6 @@ def read_config(environment: Mapping[str, str]) -> SglangConfig:
     """Raises `ConfigError`."""
     if VARIABLE not in environment:
         raise ConfigError(VARIABLE, 'is not set; it needs at least {"engine_id": NAME, "keys": DIRECTORY}')
-    try:
-        config = msgspec.json.decode(environment[VARIABLE], type=SglangConfig)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
-        raise ConfigError(VARIABLE, str(error)) from error
+    config = struct_of(VARIABLE, environment[VARIABLE], SglangConfig)
     config.check("SGLang")
     return config

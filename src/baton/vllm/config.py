@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-import msgspec
-
 from baton.errors import ConfigError
 from baton.plugin_base.config import EngineSettings
+from baton.setting import struct_of
 from baton.vllm.memory.geometry import Granularity
 from baton.wire import KVStream
 
@@ -18,7 +17,7 @@ FirstStep = Literal["recompute", "verify"]
 _READ = {"kv_connector", "kv_connector_module_path", FIELD, "kv_role", "engine_id", "kv_load_failure_policy"}
 
 
-class PluginConfig(EngineSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PluginConfig(EngineSettings, frozen=True, kw_only=True):
     """`kv_stream`, `first_step` None: the best that is possible."""
 
     field: ClassVar[str] = FIELD
@@ -30,10 +29,7 @@ class PluginConfig(EngineSettings, frozen=True, kw_only=True, forbid_unknown_fie
 
 def read_config(extra: Mapping[str, Any]) -> PluginConfig:
     """Raises `ConfigError`."""
-    try:
-        config = msgspec.convert(dict(extra), PluginConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(FIELD, str(error)) from error
+    config = struct_of(FIELD, dict(extra), PluginConfig)
     config.check("vLLM")
     return config
 
