@@ -26,6 +26,7 @@ NEEDS_SGLANG = "baton.sglang.conn"
 # The rooms, lowest first, and what each may import of Baton besides itself and the common modules. A room sees only
 # rooms above its own line here, so no two import each other.
 COMMON = {
+    "baton.checkpoint_files",
     "baton.children",
     "baton.clock",
     "baton.comparison",
@@ -41,7 +42,6 @@ COMMON = {
     "baton.sampling_params",
     "baton.setting",
     "baton.urls",
-    "baton.waiting",
     "baton.wire",
     "baton.zeromq",
 }

@@ -69,10 +69,12 @@ def test_missing_config(path: Path) -> None:
     refused(path, "config.json", "no such file")
 
 
-@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[1]"])
-def test_config_that_is_no_json_object(path: Path, content: bytes) -> None:
+@pytest.mark.parametrize(
+    ("content", "why"), [(b"{", "not valid JSON"), (b"\xff\xfe", "not UTF-8"), (b"[1]", "expected a JSON object")]
+)
+def test_config_that_is_no_json_object(path: Path, content: bytes, why: str) -> None:
     (path / "config.json").write_bytes(content)
-    refused(path, "config.json", "JSON")
+    refused(path, "config.json", why)
 
 
 def test_missing_weight_file(path: Path) -> None:

@@ -11,10 +11,10 @@ import aiohttp
 import pytest
 
 from baton.errors import OverloadedError
+from baton.openai.http.waiting import AdmissionLimit
 from baton.router import RouterConfig, build_app
 from baton.server import build_app as build_engine_app
 from baton.text import Tokenizer
-from baton.waiting import AdmissionLimit
 from testkit.servers.fake_serving import KEY, TEXT, FakeEngine, served, until
 
 

@@ -18,9 +18,9 @@ from baton.engine.request_checks import make_request
 from baton.errors import EngineStalledError, EngineUnavailableError, RequestError
 from baton.handoff.agent.agent import HandoffAgent
 from baton.kernels.cpu.affinity import bind_team, end_team
+from baton.openai.http.waiting import AdmissionLimit
 from baton.sampling_params import SamplingParams, StructuredOutputsParams
 from baton.text import Tokenizer
-from baton.waiting import AdmissionLimit
 from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
 
 logger = logging.getLogger(__name__)

@@ -17,6 +17,7 @@ from baton.openai import format as fmt
 from baton.openai.backend import Backend, ServedModel
 from baton.openai.http.api_errors import to_api_error
 from baton.openai.http.metrics import FrontMetrics
+from baton.openai.http.waiting import AdmissionLimit
 from baton.openai.output import ChoiceOutput, Delta
 from baton.openai.plan import Plan, check_model
 from baton.openai.records import SequenceRecord
@@ -25,7 +26,6 @@ from baton.openai.streams import ChoiceSequence, LastEvents, ShortCut, StartedSt
 from baton.openai.structured import with_field_name
 from baton.openai.tokens import detokenize, tokenize
 from baton.openai.tools import NO_PARSING, Parsing
-from baton.waiting import AdmissionLimit
 
 # Longer bodies go to a worker thread, so that tokenising does not block streams.
 _MAX_INLINE_BYTES = 4096

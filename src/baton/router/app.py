@@ -21,6 +21,7 @@ from baton.openai import FrontMetrics, OpenAIService
 from baton.openai.api_routes import add_health, add_openai_routes
 from baton.openai.http.app import BODIES, beside, json_response, new_app
 from baton.openai.http.metrics import Row, RowCollector, counter, gauge
+from baton.openai.http.waiting import AdmissionLimit
 from baton.openai.records import report_throughput
 from baton.router.admin import Admin
 from baton.router.attempts.observer import RequestObserver
@@ -40,7 +41,6 @@ from baton.router.scrape import Shared, deployment_metrics
 from baton.router.status.deployment_status import deployment_status, describe_engine, fault_counts, own_status
 from baton.router.workers.siblings import Change, Member, Siblings
 from baton.text import Tokenizer
-from baton.waiting import AdmissionLimit
 from baton.wire import RECOVERIES, Role
 
 # Nats between two tokens. Summing 16-bit products in another order changes probabilities by up to 10 %.

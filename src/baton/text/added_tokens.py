@@ -10,8 +10,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
+from baton.checkpoint_files import json_if_there
 from baton.errors import CheckpointError
-from baton.text.files import read_object
 
 log = logging.getLogger(__name__)
 
@@ -25,13 +25,13 @@ class AddedTokens:
 
     def __init__(self, root: Path) -> None:
         self._path = root / "tokenizer_config.json"
-        settings = dict(read_object(self._path))
+        settings = dict(json_if_there(self._path))
         self.settings: Mapping[str, Any] = settings
         self._decoder: dict[int, AddedToken] = {}
         declared = settings.get("added_tokens_decoder")
         extra = _extra(settings)
         if declared is None:  # old format: special_tokens_map.json has priority, and added_tokens.json has the ids
-            older = read_object(root / "special_tokens_map.json")
+            older = json_if_there(root / "special_tokens_map.json")
             settings.update(older)
             extra = extra or _extra(older)
         named = {name: value for name, value in settings.items() if name.endswith("_token")}
@@ -48,7 +48,7 @@ class AddedTokens:
             self._decoder = {int(number): self._token(value, False) for number, value in declared.items()}
             return
         contents = {token.content for token in self._special}
-        for text, number in read_object(root / "added_tokens.json").items():
+        for text, number in json_if_there(root / "added_tokens.json").items():
             if not isinstance(number, int):
                 raise CheckpointError(f"{root / 'added_tokens.json'}: {text!r} has no id")
             is_special = text in contents

@@ -23,9 +23,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from baton.checkpoint_files import read_text
 from baton.errors import CheckpointError, ConfigError, RequestError
 from baton.text.content_format import ContentFormatOption, content_text, detect_content_format, with_content
-from baton.text.files import read_text
 
 log = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from typing import Any, get_args
 
 import tokenizers
 
+from baton.checkpoint_files import json_if_there
 from baton.errors import CheckpointError, ConfigError, RequestError
 from baton.text.added_tokens import AddedTokens
 from baton.text.content_format import ContentFormatOption
-from baton.text.files import read_object
 from baton.text.llama_tokenizer import apply_class
 from baton.text.spelling import Spelling, escaped_text
 from baton.text.template import DEFAULT, TOOL_USE, ChatTemplate, read_templates
@@ -82,7 +82,7 @@ class Tokenizer:
         backend.no_padding()
         backend.no_truncation()
         declared = AddedTokens(root)
-        apply_class(backend, path, declared.settings, read_object(root / "config.json"))
+        apply_class(backend, path, declared.settings, json_if_there(root / "config.json"))
         declared.add_to(backend)
         own = read_templates(root, declared.settings)
         return cls(
@@ -169,9 +169,9 @@ def _eos_token_ids(root: Path, special: Mapping[str, str], backend: tokenizers.T
     """The end tokens of generation_config.json, config.json and the tokenizer: fine-tunes often change only one. Ids
     beyond the vocabulary are ignored."""
     end_ids: list[int] = []
-    config = read_object(root / "config.json")
+    config = json_if_there(root / "config.json")
     for name, source in (
-        ("generation_config.json", read_object(root / "generation_config.json")),
+        ("generation_config.json", json_if_there(root / "generation_config.json")),
         ("config.json", config),
     ):
         value = source.get("eos_token_id")

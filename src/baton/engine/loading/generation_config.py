@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from baton.checkpoint_files import read_json
 from baton.errors import CheckpointError, ConfigError, RequestError
-from baton.models.loading.config_json import read_json
 from baton.sampling_params import SamplingDefaults, SamplingParams
 
 # generation_config.json fields that vLLM uses, and the sampling parameters that they set.

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from baton.checkpoint_files import json_if_usable
 from baton.errors import CheckpointError
 from baton.models.config import ROPE_TYPES
-from baton.models.loading.config_json import json_if_usable, text_config
+from baton.models.loading.config_json import text_config
 from baton.models.loading.gguf_names import GGUF_FILE
 from baton.models.loading.quantization import quantization_of
 

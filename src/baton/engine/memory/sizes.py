@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from baton.checkpoint_files import json_if_usable
 from baton.engine.config import EngineConfig
 from baton.errors import ConfigError
-from baton.models.loading.config_json import json_if_usable
 from baton.transports.mapped.segments import SHM_DIR, shm_status
 from baton.transports.registry import parse_uri
 

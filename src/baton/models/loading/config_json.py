@@ -1,41 +1,18 @@
-"""Reads the JSON files of checkpoint directories. Without torch: checkpoints are checked before torch is imported."""
+"""Reads `config.json`. Without torch, as `checkpoint_files`."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from baton.checkpoint_files import read_json
 from baton.errors import CheckpointError
 from baton.models.config import RawConfig
 from baton.models.registry import MODELS
 
 # Outer fields that the nested config of a text model may inherit.
 _BESIDE = ("tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id", "bos_token_id", "quantization_config")
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises `CheckpointError` naming it."""
-    try:
-        value = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{file}: no such file") from None
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
-def json_if_usable(file: Path) -> dict[str, Any]:
-    """{} for an unusable file: loading raises a better error."""
-    try:
-        return read_json(file)
-    except CheckpointError:
-        return {}
 
 
 def read_config(path: str | Path) -> dict[str, Any]:

@@ -13,9 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from baton.checkpoint_files import read_json
 from baton.errors import CheckpointError
 from baton.models.config import ModelConfig
-from baton.models.loading.config_json import read_json
 from baton.models.loading.deepseek_names import MARK as DEEPSEEK_V4
 from baton.models.loading.deepseek_names import usual_name as deepseek_name
 from baton.models.loading.gguf_names import GGUF_FILE

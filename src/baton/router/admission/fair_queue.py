@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from baton.errors import OverloadedError
+from baton.openai.http.waiting import QueueSpeed
 from baton.router.admission.tenants import ANY, Standing, Tenant, tenant_of
-from baton.waiting import QueueSpeed
 
 T = TypeVar("T")
 # Tenants remembered after their last request, since names may come from clients.

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from baton.handoff.protocol.ticket import MAX_TICKET_LIFE_S, TICKET_LIFE_S
+from baton.openai.http.waiting import MAX_QUEUED_REQUESTS
 from baton.router.config.policy_config import DEFAULT_POLICY, PolicyConfig, read_config
 from baton.setting import Setting, at_least, in_range
-from baton.waiting import MAX_QUEUED_REQUESTS
 from baton.wire import Mode, Recovery
 
 EngineKind = Literal["baton", "vllm", "sglang"]
