@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +109,22 @@ def test_a_child_that_says_one_thing_says_it_once(tmp_path: Path) -> None:
     assert log.text().count("\n") == 3
     silent = ChildLog(tmp_path / "b.log")
     assert silent.last_words() is None
+
+
+def test_answers_go_on_while_nobody_reads_the_log(directory: str) -> None:
+    with subprocess.Popen([*FAKE, "up", directory, "--port", "0"], stderr=subprocess.PIPE, bufsize=0) as up:
+        assert up.stderr is not None
+        fcntl.fcntl(up.stderr, fcntl.F_SETPIPE_SZ, 4096)
+        said = b""
+        try:
+            url = next(at[1].decode() for line in up.stderr if (at := re.search(rb"ready: (http\S+)", line)))
+            for _ in range(40):
+                body = json.dumps({"prompt": "a", "max_tokens": 3}).encode()
+                urllib.request.urlopen(urllib.request.Request(f"{url}/completions", data=body), timeout=20).close()
+            said = os.read(up.stderr.fileno(), 4096)
+        finally:
+            up.terminate()
+            lines = (said + up.stderr.read()).decode().splitlines()
+    assert up.returncode == 0
+    assert not [line for line in lines if not TEXT.fullmatch(line)]
+    assert re.search(r"WARNING baton: [1-9]\d* lines of this log were dropped", "\n".join(lines))

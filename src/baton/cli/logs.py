@@ -7,6 +7,7 @@ import functools
 import json
 import logging
 import os
+import select
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -18,9 +19,9 @@ from baton.deployment import FLAG_VARIABLES, LogLine
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
-# Read by huggingface_hub and by tqdm.
 _NO_BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE")
 _DATE = "%Y-%m-%dT%H:%M:%S"
+_CHARS_AT_ONCE = select.PIPE_BUF // 4
 logger = logging.getLogger("baton")
 
 
@@ -34,8 +35,6 @@ def _second(since_1970: int) -> str:
 
 
 class _Text(logging.Formatter):
-    """Text with time, level and logger on each line, also of tracebacks."""
-
     def format(self, record: logging.LogRecord) -> str:
         head = f"{_time_of(record)} {record.levelname} {record.name}: "
         return "\n".join([head + line for line in super().format(record).splitlines() or [""]])
@@ -56,7 +55,35 @@ class _Json(logging.Formatter):
 
 
 class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
-    ...
+    """Drops lines while nobody reads a full pipe: requests would wait."""
+
+    _dropped, _cut = 0, False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            if self._dropped and self._has_room():
+                what = "%d lines of this log were dropped, since nobody read them"
+                dropped = logging.LogRecord(logger.name, logging.WARNING, "", 0, what, (self._dropped,), None)
+                self._write(self._cut * self.terminator + self.format(dropped))
+                self._dropped, self._cut = 0, False
+            self._write(self.format(record))
+        except Exception:
+            self.handleError(record)
+
+    def _write(self, text: str) -> None:
+        text += self.terminator
+        for start in range(0, len(text), _CHARS_AT_ONCE):
+            if not self._has_room():
+                self._dropped, self._cut = self._dropped + 1, self._cut or start > 0
+                return
+            self.stream.write(text[start : start + _CHARS_AT_ONCE])
+            self.flush()
+
+    def _has_room(self) -> bool:
+        try:
+            return bool(select.select((), (self.stream,), (), 0.0)[1])
+        except OSError:  # a stream without a descriptor
+            return True
 
 
 def log_to_stderr(level: LogLevel = "info", form: LogFormat = "text") -> None:
