@@ -60,6 +60,8 @@ TREES = ("src", "simulation", "benchmarks", "testkit", "tests", "tools", "exampl
 ERROR_HELP = ROOT / "src/baton/error_help.py"
 # Names of spans and of their attributes.
 SPANS = {"baton.handoff_transfer", *DOCUMENTED_SPANS, *(name for names in DOCUMENTED_SPANS.values() for name in names)}
+# Programs of others.
+ELSEWHERE = {"pip", "pytest", "venv", "vllm.entrypoints.openai.api_server"}
 # In examples of commands these stand for other things than files or modules.
 NOT_OURS = {"config.json", "tokenizer.json", "baton.transports"}
 
@@ -102,7 +104,7 @@ def test_modules_that_are_run_exist(text: str) -> None:
     for name in MODULE.findall(code(text)):
         spec = importlib.util.find_spec(name)
         assert spec is not None, name
-        if name in ("pip", "pytest"):
+        if name in ELSEWHERE:
             continue
         if spec.submodule_search_locations is not None:
             assert importlib.util.find_spec(f"{name}.__main__"), f"{name} is a package that cannot be run"
@@ -112,18 +114,34 @@ def test_modules_that_are_run_exist(text: str) -> None:
 
 
 def test_the_flags_of_modules_exist(text: str) -> None:
-    for line in code(text).splitlines():
-        for name, rest in re.findall(r"\b(?:python3?|\.venv/bin/python) -m ([\w.]+)([^#)]*)", line):
-            given = set(re.findall(r"(?<!\S)--[a-z][a-z-]*", rest))
-            if not given or name in ("pip", "pytest", "venv"):
+    check_flags(code(text))
+
+
+def test_commands_in_docstrings_and_examples_exist() -> None:
+    """Those that `tools`, `benchmarks` and the others say of themselves."""
+    trees = [path for tree in TREES if tree not in ("src", "tests") for path in (ROOT / tree).rglob("*")]
+    said = "\n".join(ast.get_docstring(ast.parse(path.read_text())) or "" for path in trees if path.suffix == ".py")
+    said += "\n".join(path.read_text() for path in trees if path.suffix in (".sh", ".yaml", ".toml", ".service"))
+    names = {name.rstrip(".") for name in MODULE.findall(said)} - ELSEWHERE
+    assert len(names) > 80
+    assert [name for name in names if importlib.util.find_spec(name) is None] == []
+    check_flags(said)
+
+
+def check_flags(commands: str) -> None:
+    for line in commands.splitlines():
+        for name, rest in re.findall(r"\b(?:python3?|\.venv/bin/python) -m ([\w.]+\w)([^#)`]*)", line):
+            given = set(re.findall(r"(?<!\S)\[?(--[a-z][a-z-]*)", rest))
+            if not given or name in ELSEWHERE:
                 continue
             spec = importlib.util.find_spec(name)
             assert spec is not None
             assert spec.origin is not None
             file = Path(spec.origin)
-            files = file.parent.rglob("*.py") if spec.submodule_search_locations is not None else [file]
+            is_package = spec.submodule_search_locations is not None
+            files = {*(file.parent.rglob("*.py") if is_package else [file]), *file.parent.glob("runs.py")}
             source = "\n".join(path.read_text() for path in files)
-            missing = {flag for flag in given if not re.search(rf"[\"']{flag}[\"']|\b{snake(flag)}: Annotated", source)}
+            missing = {flag for flag in given if not re.search(rf"[\"']{flag}[\"']|\b{snake(flag)}: ", source)}
             assert missing == set(), name
 
 
