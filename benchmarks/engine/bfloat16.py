@@ -1,4 +1,6 @@
-"""`python -m benchmarks.engine.bfloat16`: greedy tokens in bfloat16 against those of `transformers`, as Markdown.
+"""Greedy tokens in bfloat16 against those of `transformers`, as Markdown.
+
+    python -m benchmarks.engine.bfloat16 [TARGET]
 
 The two round in different places, so the outputs of random models diverge sooner or later. `transformers` in float32
 over the same rounded weights judges both. An answer is a *near-tie* if each of its tokens is as close to the judge's
@@ -7,6 +9,7 @@ best as twice the error of the bfloat16 logits of `transformers` along the same 
 
 from __future__ import annotations
 
+import argparse
 import logging
 import sys
 import tempfile
@@ -68,15 +71,19 @@ def compare(path: Path) -> tuple[int, int, int, float]:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    compared = [name for name in TARGETS if name not in _WITHOUT]
+    parser.add_argument(
+        "target", nargs="?", choices=compared, metavar="TARGET", help=f"default: all. {'; '.join(compared)}"
+    )
+    only = parser.parse_args().target
     torch.set_num_threads(1)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     print("| target | equal | near-ties | others | furthest, of what makes a near-tie |")
     print("| --- | --- | --- | --- | --- |")
-    for name, make in TARGETS.items():
-        if name in _WITHOUT or sys.argv[1:2] not in ([], [name]):
-            continue
+    for name in [only] if only else compared:
         with tempfile.TemporaryDirectory() as folder:
-            equal, ties, others, furthest = compare(make(Path(folder) / "target", 0))
+            equal, ties, others, furthest = compare(TARGETS[name](Path(folder) / "target", 0))
         print(f"| {name} | {equal} | {ties} | {others} | {furthest:.2f} |", flush=True)
     return 0
 

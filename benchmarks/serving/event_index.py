@@ -8,9 +8,9 @@ Then prompts are looked up, and some blocks are removed.
 
 from __future__ import annotations
 
+import argparse
 import random
 import resource
-import sys
 import time
 
 from baton.kvevents.messages import BlockRemoved, BlockStored, EventBatch, decode_batch, encode_batch
@@ -40,7 +40,11 @@ def _stored(hashes: list[bytes], tokens: list[int], parent: bytes | None) -> Blo
 
 
 def main() -> None:
-    most = int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("blocks", type=int, nargs="?", default=1_000_000)
+    most = parser.parse_args().blocks
+    if most <= 64 * _SHARED:
+        parser.error(f"BLOCKS must be above {64 * _SHARED}, which shared prefixes take")
     rng = random.Random(0)
     index = BlockIndex(max_blocks=2 * most)
     beginnings = [[rng.randrange(1 << 17) for _ in range(_SIZE * _SHARED)] for _ in range(64)]

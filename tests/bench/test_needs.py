@@ -1,4 +1,4 @@
-"""A benchmark that lacks a program or a package says so at once, in one line."""
+"""A benchmark that lacks a program or a package, or is asked for too little, says so at once, in one line."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ HAS_SDK = importlib.util.find_spec("opentelemetry") and importlib.util.find_spec
     ("arguments", "end"),
     [
         (["benchmarks.engine.against_llama_cpp", "/nowhere"], "error: /nowhere has no llama-bench"),
+        (["benchmarks.serving.event_index", "5"], "error: BLOCKS must be above 2048, which shared prefixes take"),
         pytest.param(
             ["benchmarks.serving.span_encoding"],
             "pip install opentelemetry-exporter-otlp-proto-http",
