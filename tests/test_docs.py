@@ -10,7 +10,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
@@ -18,6 +18,7 @@ import typer
 import baton.cli
 from baton.error_help import HELP
 from baton.handoff.protocol.frames import PROTOCOL_VERSION
+from baton.kv.interval import Kind
 from baton.router.config.policy_config import PolicyConfig
 from baton.router.config.router_settings import RoutingSettings
 from baton.router.policies import POLICIES
@@ -289,6 +290,10 @@ def test_the_tables_of_the_router_are_complete() -> None:
     assert named == {*POLICIES, *PolicyConfig.__struct_fields__} - {"tenants"}
     assert set(first_cells("docs/router.md", "## Where a request runs")) == set(WHYS)
     assert all(name in declared_settings(RoutingSettings)["policy"].setting.help for name in POLICIES)
+
+
+def test_the_table_of_caches_has_every_kind() -> None:
+    assert set(get_args(Kind)) <= set(first_cells("docs/lifecycle.md", "## Kinds of cache"))
 
 
 def test_the_tables_of_the_simulator_are_complete() -> None:
