@@ -99,7 +99,7 @@ async def test_a_connection_that_was_idle_is_not_used_again() -> None:
     body = b'{"choices": [{"text": "a"}]}'
 
     async def answer_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
+        await reader.readuntil(b"{}")
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
         await reader.read(1)
         writer.close()
@@ -109,6 +109,6 @@ async def test_a_connection_that_was_idle_is_not_used_again() -> None:
         async with connected_client(url) as client, new_session() as session:
             for wait in (KEEP_ALIVE_S + 0.1, 0.0):
                 assert (await client.complete({})).choices
-                async with session.post(url) as response:
+                async with session.post(url, json={}) as response:
                     assert await response.read() == body
                 await asyncio.sleep(wait)
