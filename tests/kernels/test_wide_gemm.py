@@ -13,8 +13,8 @@ from baton.kernels.cpu.gemm.wide_gemm import WideWeight
 from baton.models.layers.linear import cancelling_operands
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-# Other tiles of registers, and what is left of them.
-HEIGHTS = (1, 2, 3, 5, 8, 13)
+# Each pass, and what is left after the tallest.
+HEIGHTS = (*range(1, 14), 25)
 
 
 def _operands(rows: int, outputs: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:

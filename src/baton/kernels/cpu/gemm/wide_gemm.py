@@ -23,14 +23,16 @@ from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS, store_with_bias
 from baton.kernels.cpu.gemm.small_gemm import num_pieces, outputs_of
 from baton.kernels.cpu.omp import Kernel, arguments, pointer, take, threads_for
 from baton.kernels.cpu.scalar import to_f32
-from baton.kernels.cpu.simd import CHUNKS, LANES, cgutils, fma, has_features, load, splat
+from baton.kernels.cpu.simd import CHUNKS, LANES, cgutils, fma, has_features, load, prefetch, splat
 
 HAS_WIDE_PRODUCTS = not HAS_BF16_PAIRS and has_features("avx2", "fma")
 _BLOCK = CHUNKS * LANES
-# Of 32 registers, twice as wide as AVX2's 16: the sums of 12 rows fill 24.
-_HAS_AVX512 = has_features("avx512f")
-# Chunks of 16 outputs at a time: the sums of 6 rows fill 12 registers.
-_CHUNKS_OF_6, _CHUNKS_OF_4 = (2, 2) if _HAS_AVX512 else (1, 1)
+# Rows of a pass, and the most of which it takes 4 and 2 chunks of 16 outputs: sums fill 24 of AVX-512's 32 registers,
+# or 12 of AVX2's 16.
+_HEIGHTS, _OF_4_CHUNKS, _OF_2_CHUNKS = (range(1, 13), 6, 12) if has_features("avx512f") else (range(1, 7), 1, 2)
+_TALLEST = max(_HEIGHTS)
+# How far ahead of its reads a pass fetches weights.
+_AHEAD_BYTES = 512
 # A step is a pair of columns of 16 outputs.
 _STEP_BYTES = 4 * LANES
 BF16 = np.uint16(0)
@@ -47,49 +49,62 @@ _VECTOR, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 
 
 def _chunk_products(
-    typing_context: Any, num_rows: Any, num_chunks: Any, left: Any, row_bytes: Any, right: Any, steps: Any, bias: Any,
+    typing_context: Any, num_chunks: Any, num_rows: Any, left: Any, row_bytes: Any, right: Any, steps: Any, bias: Any,
     out: Any, out_bytes: Any,
 ) -> Any:  # fmt: skip
     """out [num_rows, 16 * num_chunks] = sum over `steps` pairs of left [row, pair] * right [chunk, pair], plus bias.
 
-    Addresses: `left` of float32; `right`, `bias` (0: none) and `out` of bfloat16. `num_rows` and `num_chunks` are
-    literals.
+    Addresses: `left` of float32; `right`, `bias` (0: none) and `out` of bfloat16. `num_chunks` is a literal.
     """
-    rows, chunks = range(num_rows.literal_value), range(num_chunks.literal_value)
+    chunks = range(num_chunks.literal_value)
+    heights = [height for height in _HEIGHTS if len(chunks) in _chunks_of(height)]
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _, _, left, row_bytes, right, steps, bias, out, out_bytes = args
-        places = [(row, chunk) for row in rows for chunk in chunks]
-        sums = {place: cgutils.alloca_once(builder, _VECTOR) for place in places}
-        for place in places:
-            builder.store(ir.Constant(_VECTOR, [0.0] * LANES), sums[place])
-        starts = [builder.add(left, builder.mul(row_bytes, ir.Constant(_I64, row))) for row in rows]
-        chunk_bytes = builder.mul(steps, ir.Constant(_I64, _STEP_BYTES))
-        half, high = (splat(builder, ir.Constant(_I32, value)) for value in (16, -(1 << 16)))
-        with cgutils.for_range(builder, steps, intp=_I64) as loop:
-            here = builder.add(right, builder.mul(loop.index, ir.Constant(_I64, _STEP_BYTES)))
-            offset = builder.mul(loop.index, ir.Constant(_I64, 2 * _WIDE_BYTES))
-            for column in range(2):
-                # Loaded anew, which takes a register less than to keep the pairs.
-                here = builder.asm(ir.FunctionType(_I64, [_I64]), "", "=r,0", [here], side_effect=False)
-                pairs = [
-                    load(builder, builder.add(here, builder.mul(chunk_bytes, ir.Constant(_I64, chunk))), 0, _WORDS)
-                    for chunk in chunks
-                ]
-                vectors = [
-                    builder.bitcast(builder.and_(pair, high) if column else builder.shl(pair, half), _VECTOR)
-                    for pair in pairs
-                ]
-                at = builder.add(offset, ir.Constant(_I64, column * _WIDE_BYTES))
-                for row, start in enumerate(starts):
-                    number = splat(builder, load(builder, start, at, _F32))
-                    for chunk, vector in enumerate(vectors):
-                        total = builder.load(sums[row, chunk])
-                        builder.store(fma(builder, number, vector, total), sums[row, chunk])
-        store_with_bias(builder, sums, bias, out, out_bytes)
+        _, num_rows, *rest = args
+        for height in heights:
+            with builder.if_then(builder.icmp_signed("==", num_rows, ir.Constant(_I64, height))):
+                _generate_pass(builder, range(height), chunks, *rest)
         return context.get_dummy_value()
 
-    return numba.void(num_rows, num_chunks, *[numba.int64] * 7), generate
+    return numba.void(num_chunks, *[numba.int64] * 8), generate
+
+
+def _chunks_of(height: int) -> tuple[int, ...]:
+    return (4, 2) if height <= _OF_4_CHUNKS else (2,) if height <= _OF_2_CHUNKS else (1,)
+
+
+def _generate_pass(
+    builder: Any, rows: range, chunks: range, left: Any, row_bytes: Any, right: Any, steps: Any, bias: Any, out: Any,
+    out_bytes: Any,
+) -> None:  # fmt: skip
+    places = [(row, chunk) for row in rows for chunk in chunks]
+    sums = {place: cgutils.alloca_once(builder, _VECTOR) for place in places}
+    for place in places:
+        builder.store(ir.Constant(_VECTOR, [0.0] * LANES), sums[place])
+    starts = [builder.add(left, builder.mul(row_bytes, ir.Constant(_I64, row))) for row in rows]
+    chunk_bytes = builder.mul(steps, ir.Constant(_I64, _STEP_BYTES))
+    half, high = (splat(builder, ir.Constant(_I32, value)) for value in (16, -(1 << 16)))
+    with cgutils.for_range(builder, steps, intp=_I64) as loop:
+        here = builder.add(right, builder.mul(loop.index, ir.Constant(_I64, _STEP_BYTES)))
+        offset = builder.mul(loop.index, ir.Constant(_I64, 2 * _WIDE_BYTES))
+        chunk_starts = [builder.mul(chunk_bytes, ir.Constant(_I64, chunk)) for chunk in chunks]
+        for start in chunk_starts:
+            prefetch(builder, builder.add(builder.add(here, start), ir.Constant(_I64, _AHEAD_BYTES)), _STEP_BYTES)
+        for column in range(2):
+            # Loaded anew, which takes a register less than to keep the pairs.
+            here = builder.asm(ir.FunctionType(_I64, [_I64]), "", "=r,0", [here], side_effect=False)
+            pairs = [load(builder, builder.add(here, start), 0, _WORDS) for start in chunk_starts]
+            vectors = [
+                builder.bitcast(builder.and_(pair, high) if column else builder.shl(pair, half), _VECTOR)
+                for pair in pairs
+            ]
+            at = builder.add(offset, ir.Constant(_I64, column * _WIDE_BYTES))
+            for row, start in enumerate(starts):
+                number = splat(builder, load(builder, start, at, _F32))
+                for chunk, vector in enumerate(vectors):
+                    total = builder.load(sums[row, chunk])
+                    builder.store(fma(builder, number, vector, total), sums[row, chunk])
+    store_with_bias(builder, sums, bias, out, out_bytes)
 
 
 _products = cast(Callable[..., Any], intrinsic(prefer_literal=True)(_chunk_products))
@@ -99,33 +114,20 @@ _products = cast(Callable[..., Any], intrinsic(prefer_literal=True)(_chunk_produ
 def _rows(
     num_rows: int, left: Any, row_bytes: int, right: Any, steps: int, bias: Any, out: Any, out_bytes: int, chunks: int
 ) -> None:
-    """1, 2, 4 or 6 rows, with AVX-512 8 or 12 too, with as many chunks at a time as registers can hold. `chunks`: 2 or
-    4."""
+    """One pass, with as many of the 2 or 4 `chunks` at a time as registers can hold."""
     chunk, chunk_bytes = 0, steps * _STEP_BYTES
     while chunk < chunks:
         weights, y = right + chunk * chunk_bytes, out + chunk * LANES * _NARROW_BYTES
         bias_at = bias + chunk * LANES * _NARROW_BYTES if bias != 0 else bias
-        if _HAS_AVX512 and num_rows == 12:
-            _products(12, 2, left, row_bytes, weights, steps, bias_at, y, out_bytes)
+        if num_rows > _OF_2_CHUNKS:
+            _products(1, num_rows, left, row_bytes, weights, steps, bias_at, y, out_bytes)
+            chunk += 1
+        elif num_rows > _OF_4_CHUNKS or chunks == 2:
+            _products(2, num_rows, left, row_bytes, weights, steps, bias_at, y, out_bytes)
             chunk += 2
-        elif _HAS_AVX512 and num_rows == 8:
-            _products(8, 2, left, row_bytes, weights, steps, bias_at, y, out_bytes)
-            chunk += 2
-        elif num_rows == 6:
-            _products(6, _CHUNKS_OF_6, left, row_bytes, weights, steps, bias_at, y, out_bytes)
-            chunk += _CHUNKS_OF_6
-        elif num_rows == 4:
-            _products(4, _CHUNKS_OF_4, left, row_bytes, weights, steps, bias_at, y, out_bytes)
-            chunk += _CHUNKS_OF_4
-        elif num_rows == 2:
-            _products(2, 2, left, row_bytes, weights, steps, bias_at, y, out_bytes)
-            chunk += 2
-        elif chunks == 4:
-            _products(1, 4, left, row_bytes, weights, steps, bias_at, y, out_bytes)
-            chunk += 4
         else:
-            _products(1, 2, left, row_bytes, weights, steps, bias_at, y, out_bytes)
-            chunk += 2
+            _products(4, num_rows, left, row_bytes, weights, steps, bias_at, y, out_bytes)
+            chunk += 4
 
 
 @jit
@@ -138,10 +140,7 @@ def multiply_widened(
     bias_at = bias + at * _NARROW_BYTES if bias != 0 else bias
     while row < num_rows:
         more = num_rows - row
-        if _HAS_AVX512 and more >= 8:
-            height = 12 if more >= 12 else 8
-        else:
-            height = 6 if more >= 6 else 4 if more >= 4 else 2 if more >= 2 else 1
+        height = min(more, _TALLEST)
         left, y = x + row * row_bytes, out + row * out_bytes
         _rows(height, left, row_bytes, right, columns // 2, bias_at, y, out_bytes, count // LANES)
         row += height
