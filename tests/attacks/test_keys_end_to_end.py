@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import zmq
 
 from baton.deployment import Deployment
 from testkit.checkpoints.common import make_checkpoint
+from testkit.waiting import eventually
 
 
 def ask(url: str, body: object = None) -> Any:
@@ -45,8 +45,5 @@ def test_engines_of_a_deployment_have_keys(tmp_path: Path) -> None:
             stranger.setsockopt(zmq.LINGER, 0)
             stranger.connect(address.replace("curve://prefill-0@", "tcp://"))
             stranger.send(b"hello")
-            deadline = time.monotonic() + 60
-            while not refused(prefill)["connection"]:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+            eventually(lambda: refused(prefill)["connection"])
         assert "handoffs" in ask(f"{deployment.url}/status")

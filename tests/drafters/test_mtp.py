@@ -21,6 +21,7 @@ from baton.sampling_params import SamplingParams
 from testkit.checkpoints.drafters_layers import make_mtp_checkpoint, mtp
 from testkit.checkpoints.moe import make_moe_checkpoint
 from testkit.engines import note_drafts, random_prompt, stepped
+from tests.drafters.reference import Generated, generate
 from tests.drafters.test_drafters import edit
 from tests.engine.models.test_transformers_equality import assert_drafts, load_reference
 
@@ -29,33 +30,14 @@ NUM_TOKENS = 8
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 
 
-def drafts_of_transformers(path: Path, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], Any]:
-    """Tokens, and the drafts by number of known tokens."""
-    found: dict[int, list[int]] = {}
-    original = candidates.MTPCandidateGenerator.get_candidates
-
-    def get(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        out = original(self, input_ids, *args, **kwargs)
-        if drafted := out[0][0, input_ids.shape[1] :].tolist():
-            found[input_ids.shape[1]] = drafted
-        return out
-
-    model, ids = load_reference(path), torch.tensor([prompt])
-    with monkeypatch.context() as patch, torch.inference_mode():
-        patch.setattr(candidates.MTPCandidateGenerator, "get_candidates", get)
+def generated(path: Path, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> Generated:
+    model = load_reference(path)
+    with monkeypatch.context() as patch:
         # It identifies a module by the number of its layer in the published checkpoint.
         first = model.config.num_hidden_layers
         behind = rf"model\.layers\.({'|'.join(str(first + i) for i in range(9))})\..*"
         patch.setattr(model, "_keys_to_ignore_on_load_unexpected", {behind})
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=NUM_TOKENS,
-            pad_token_id=0,
-            use_mtp=True,
-        )
-    return out[0, len(prompt) :].tolist(), found
+        return generate(model, prompt, NUM_TOKENS, candidates.MTPCandidateGenerator, patch, use_mtp=True)
 
 
 def drafts_of_the_engine(
@@ -71,22 +53,15 @@ def drafts_of_the_engine(
 @pytest.mark.parametrize("shape", ["deepseek_v3", "deepseek_v3-odd", "glm4_moe"])
 def test_drafts_are_those_of_transformers(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_mtp_checkpoint(tmp_path, shape, seed=3)
+    runs: list[tuple[int, dict[str, int]]] = [(1, {}), (1, {"max_num_batched_tokens": 10}), (3, {})]
     for length in (1, 33):
         prompt = [3 + (7 * i + i * i) % 200 for i in range(length)]
-        tokens, drafts = drafts_of_transformers(path, prompt, monkeypatch)
-        assert len(drafts) > NUM_TOKENS // 2
-        for settings in ({}, {"max_num_batched_tokens": 10}):
-            got, ours = drafts_of_the_engine(path, prompt, 1, monkeypatch, **settings)
-            assert got == tokens
-            # The last tokens of a request need no drafts, but transformers makes them.
-            assert ours.items() <= drafts.items()
-            assert len(ours) >= len(drafts) - 1
-        # The module, used repeatedly, drafts the same first token.
-        again, more = drafts_of_the_engine(path, prompt, 3, monkeypatch)
-        assert again == tokens
-        assert {known: three[0] for known, three in more.items() if known in ours}.items() <= {
-            known: one[0] for known, one in ours.items()
-        }.items()
+        theirs = generated(path, prompt, monkeypatch)
+        for num, settings in runs:
+            got, ours = drafts_of_the_engine(path, prompt, num, monkeypatch, **settings)
+            theirs.assert_tokens(got)
+            # The last tokens of a request need no drafts, but transformers makes them. Its module makes one in a round.
+            assert theirs.assert_rounds(got, ours) > NUM_TOKENS // 2
 
 
 def alone(path: Path, folder: Path) -> tuple[Any, dict[str, Tensor]]:
@@ -147,16 +122,11 @@ def test_several_modules_draft_as_those_of_transformers(
     }
     for length, settings_of_runs in runs.items():
         prompt = [3 + (7 * i + i * i) % 200 for i in range(length)]
-        tokens, drafts = drafts_of_transformers(path, prompt, monkeypatch)
-        assert len(drafts) > NUM_TOKENS // 2 - 1
+        theirs = generated(path, prompt, monkeypatch)
         for count, settings in settings_of_runs:
             got, ours = drafts_of_the_engine(path, prompt, count, monkeypatch, **settings)
-            assert got == tokens
-            shared = ours.keys() & drafts.keys()
-            assert len(shared) >= min(len(ours), len(drafts)) - 1
-            for known in shared:
-                least = min(count, num, len(drafts[known]), len(ours[known]))
-                assert ours[known][:least] == drafts[known][:least]
+            theirs.assert_tokens(got)
+            assert theirs.assert_rounds(got, ours) > NUM_TOKENS // 2 - 1
 
 
 @pytest.mark.parametrize(

@@ -167,8 +167,7 @@ def test_one_rank_that_leaves_ends_the_whole(pair: Both, side: str) -> None:
     assert p.next(ev.PrefillReleased) == ev.PrefillReleased(ticket.key, "engine_closed")
     # The lost rank never proved its pages quiet, so no rank's pages are free.
     other = d.ranks[0].agent
-    while other.stats().outstanding:
-        time.sleep(0.005)
+    eventually(lambda: not other.stats().outstanding)
     other.close()  # its events have all come
     assert not any(isinstance(event, ev.DecodeReleased) for event in list(d.events.queue))
 
@@ -264,8 +263,7 @@ def abort_while_one_rank_copies(pair: Both, mode: str) -> None:
     transport.cancel = lambda operation: None  # type: ignore[method-assign]
     under_way = quiet_when_told(issuer, issuer)
     key = begin(p, d, mode)
-    while not copies:
-        time.sleep(0.005)
+    eventually(lambda: copies)
     issuer.together.abort(key, "aborted")
     until = time.monotonic() + GRACE_S
     while not under_way and time.monotonic() < until:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from baton.handoff.protocol import events as ev
 from baton.handoff.protocol.gather import pairs_of
 from testkit.handoffs.ranks import Engine, Rank, Shape, hand_over, settle, ticket_for, wanted_of
 from testkit.inside import legs_of
+from testkit.waiting import eventually
 
 
 class ShapeApart(Shape):
@@ -144,10 +144,7 @@ def test_no_rank_of_d_waits_for_a_handoff_that_p_aborted(engines: Any, when: str
         p.together.admit_prefill(ticket.key)
         d.next(ev.DecodeAdmitted)
         p.together.abort(ticket.key, "refused")
-    deadline = time.monotonic() + 60
-    while not all(any(isinstance(e, ev.DecodeReleased) for e in events) for events in d.together.events):
-        assert time.monotonic() < deadline, d.together.events
-        time.sleep(0.01)
+    eventually(lambda: all(any(isinstance(e, ev.DecodeReleased) for e in events) for events in d.together.events))
     settle(p, d)
     for events in d.together.events:
         ends = [event for event in events if not isinstance(event, ev.DecodeAdmitted)]

@@ -23,6 +23,7 @@ from baton.transports.registry import create_transport
 from baton.transports.remote.file import FileLibrary
 from baton.transports.remote.remote_transport import RemoteTransport
 from testkit.inside import library_of
+from testkit.waiting import eventually
 
 
 def age(path: Path, seconds: float) -> None:
@@ -214,10 +215,7 @@ def test_text_that_is_none_ends_the_line(tmp_path: Path) -> None:
         runs: Runs = np.array([[1], [8]], dtype=np.int64)
         frame = msgspec.msgpack.encode(["ask", 1, "write", "key", runs.tobytes()]).replace(b"key", b"k\xffy")
         peer.line.send(frame)  # type: ignore[attr-defined]
-        deadline = time.monotonic() + 60
-        while peer.alive():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually(lambda: not peer.alive())
     finally:
         far.close()
         near.close()

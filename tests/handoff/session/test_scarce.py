@@ -27,6 +27,7 @@ from baton.transports.process import ProcessWatch, own_host_key, process_start_t
 from baton.transports.remote.lifeline import Lifeline
 from testkit.handoffs.nodes import SEEDS, TIMERS, Node, Pair, ticket_for
 from testkit.inside import rank_handoffs_of
+from testkit.waiting import eventually
 
 N = 8
 
@@ -62,10 +63,7 @@ def test_a_leg_outlives_a_while_without_descriptors(pair: Pair, scheme: str) -> 
     p, d = pair.both(scheme)
     with no_descriptors():
         begin(p, d)
-        deadline = time.monotonic() + 60
-        while d.agent._channel.dropped < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        eventually(lambda: d.agent._channel.dropped >= 2)
     committed = d.next(DecodeCommitted)
     assert isinstance(committed, DecodeCommitted)
     assert committed.seeds == SEEDS

@@ -112,13 +112,14 @@ async def test_streams_that_nobody_reads_hold_no_place(
     reader gets everything.
     """
     async with fronts(directory, front, write_s=3600.0) as (url, engines):
+        engines[-1].accept = 3  # few turns of the event loop: each may take long
         many = [readers(url) for _ in range(8)]
         async with timeout(LIMIT_S):
             await until(lambda: engines[-1].outcomes["length"] == 8)
             status, answer = await complete(session, url, max_tokens=2)
             assert status == 200, answer
             assert all(engine.running == 0 for engine in engines)
-            texts = [await reader.text() for reader in many]
+            texts = await asyncio.gather(*(reader.text() for reader in many))
         assert len({text.count(b"data: ") for text in texts}) == 1
         assert all(b"data: [DONE]" in text for text in texts)
 

@@ -214,7 +214,7 @@ async def test_whatever_fails_the_prefill_engine_computes(
     directory: Path,
 ) -> None:
     script = Script(prefill=source, decode=destination)
-    backs, pool = await moved(script, directory, hand_back_limit_s=0.1 if reason == "timeout" else 100.0)
+    backs, pool = await moved(script, directory, hand_back_limit_s=1.0 if reason == "timeout" else 100.0)
     assert script.log[1:] == [*log, "prefill leg"]
     assert (backs.counts, backs.failures) == ({"failed": 1}, {reason: 1})
     held = pool.decode[0].known.num_tokens(PromptBlocks(NEXT))

@@ -189,7 +189,7 @@ async def test_whatever_fails_the_prefill_server_computes(
         pair.d.halted = "prefill"
     else:
         pair.p.loses_prefixes = True
-    async with routed(pair, tmp_path, limit_s=0.2 if fault == "stays" else 100.0) as (url, session):
+    async with routed(pair, tmp_path, limit_s=1.0 if fault == "stays" else 100.0) as (url, session):
         backs = await answered(url, session)
         assert (backs["completed"], backs["num_tokens"], backs["failures"]) == (0, 0, {reason: 1})
         # The source would hold its blocks for a destination that may never have seen its leg.
