@@ -76,10 +76,10 @@ class RunDirectory:
     """
 
     def __init__(self, kind: str = "") -> None:
-        self._lock = -1
+        self._locks: list[int] = []
         try:
             sweep_runs()
-            while self._lock < 0:
+            while not self._locks:
                 self.path = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}{kind}"))
                 with contextlib.suppress(FileNotFoundError):  # swept meanwhile
                     self._take()
@@ -89,21 +89,28 @@ class RunDirectory:
             raise ConfigError("TMPDIR", f"a directory for temporary files is needed: {error}") from None
 
     def _take(self) -> None:
-        lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        locks = [os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)]
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.flock(locks[0], fcntl.LOCK_EX)
+            # Or systemd-tmpfiles removes it after ten days.
+            locks.append(os.open(self.path, os.O_RDONLY | os.O_CLOEXEC))
+            with contextlib.suppress(OSError):  # NFS
+                fcntl.flock(locks[1], fcntl.LOCK_SH)
             self.path = self.path.rename(self.path.with_name(self.path.name[1:]))
         except BaseException:
-            os.close(lock)
+            _close(locks)
             raise
-        self._lock = lock
+        self._locks = locks
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             _remove(self.path)
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        _close(self._locks)
+
+
+def _close(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
 
 
 def sweep_runs() -> list[str]:

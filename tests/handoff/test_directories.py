@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import itertools
 import os
 import signal
@@ -115,6 +117,16 @@ def test_directories_of_a_killed_run_are_removed_by_the_next(temporary: Path) ->
     for directory in (own, other, own):
         directory.close()
     assert not list(temporary.iterdir())
+
+
+def test_a_directory_in_use_is_locked_so_that_no_cleaner_of_temporary_files_removes_it(temporary: Path) -> None:
+    """As tmpfiles.d(5) says."""
+    with contextlib.closing(RunDirectory()) as own:
+        descriptor = os.open(own.path, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(descriptor)
 
 
 def _run_until(event: int, done: Callable[[], object]) -> bool:
