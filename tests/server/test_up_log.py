@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from baton.cli.logs import pass_on
 from baton.deployment.child_log import ChildLog, LogLine, read_line
 from testkit.processes.running import run
 from testkit.servers.fake_serving import write_tokenizer
@@ -90,9 +91,23 @@ def test_lines_of_a_child(tmp_path: Path) -> None:
     assert read_line(json.dumps(line)) == LogLine("m", "INFO", "baton.x", "2026-11-25T07:05:29.923", {"id": "7"})
 
 
-@pytest.mark.parametrize("other", ["{}", "{", "[W] UCX says", '{"level": 3}', ""])
+@pytest.mark.parametrize(
+    "other",
+    [
+        *("{}", "{", "[W] UCX says", '{"level": 3}', "", '{"a":' * 9999),
+        '{"time": "t", "level": "info", "logger": 1, "message": "m"}',
+        '{"time": "t", "level": "info", "logger": "l", "message": {}}',
+    ],
+)
 def test_a_line_that_is_no_record_is_text(other: str) -> None:
     assert read_line(other) == LogLine(other)
+
+
+@pytest.mark.parametrize("time", ["10:30", "2026-99-99T99:99:99.000Z"])
+def test_a_line_with_another_time_is_passed_on(time: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    pass_on("P", read_line(json.dumps({"time": time, "level": "info", "logger": "l", "message": "m"})))
+    assert caplog.messages == ["P: m"]
 
 
 def test_a_child_that_says_one_thing_says_it_once(tmp_path: Path) -> None:

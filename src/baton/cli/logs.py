@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import calendar
+import contextlib
 import functools
 import json
 import logging
@@ -130,8 +131,9 @@ def pass_on(process: str, said: LogLine) -> None:
         return
     record = own.makeRecord(own.name, level, "", 0, "%s: %s", (process, said.message), None)
     if said.time is not None:
-        record.created = calendar.timegm(time.strptime(said.time[:19], _DATE)) + float(said.time[19:])
-        record.msecs = float(said.time[19:]) * 1000
+        with contextlib.suppress(ValueError):  # another program's line
+            record.created = calendar.timegm(time.strptime(said.time[:19], _DATE)) + float(said.time[19:])
+            record.msecs = float(said.time[19:]) * 1000
     record.fields = {"process": process, **said.fields}
     own.handle(record)
 

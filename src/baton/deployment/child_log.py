@@ -38,10 +38,12 @@ class LogLine:
 def read_line(line: str) -> LogLine:
     """Parse either format of `cli.logs`."""
     if line.startswith("{"):
-        with contextlib.suppress(ValueError, KeyError, AttributeError):
+        with contextlib.suppress(ValueError, KeyError, AttributeError, RecursionError):
             fields = json.loads(line)
-            level, time = fields.pop("level").upper(), fields.pop("time").removesuffix("Z")
-            return LogLine(fields.pop("message"), level, fields.pop("logger"), time, fields)
+            said = [fields.pop(name) for name in ("message", "level", "logger", "time")]
+            if all(isinstance(text, str) for text in said):
+                message, level, logger, time = said
+                return LogLine(message, level.upper(), logger, time.removesuffix("Z"), fields)
     if match := _LINE.fullmatch(line):
         return LogLine(match[4], match[2], match[3], match[1])
     return LogLine(line)
