@@ -120,7 +120,6 @@ def test_directories_of_a_killed_run_are_removed_by_the_next(temporary: Path) ->
 
 
 def test_a_directory_in_use_is_locked_so_that_no_cleaner_of_temporary_files_removes_it(temporary: Path) -> None:
-    """As tmpfiles.d(5) says."""
     with contextlib.closing(RunDirectory()) as own:
         descriptor = os.open(own.path, os.O_RDONLY)
         with pytest.raises(BlockingIOError):

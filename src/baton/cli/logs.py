@@ -124,14 +124,14 @@ def log_lines(text: str) -> None:
 
 
 def pass_on(process: str, said: LogLine) -> None:
-    """Log a child's line with its own time, level and logger."""
+    """With the line's own time, level and logger."""
     level = logging.getLevelName(said.level)
     own = logging.getLogger(said.logger if said.logger.startswith("baton") else f"baton.{said.logger}")
     if not isinstance(level, int) or not own.isEnabledFor(level):
         return
     record = own.makeRecord(own.name, level, "", 0, "%s: %s", (process, said.message), None)
     if said.time is not None:
-        with contextlib.suppress(ValueError):  # another program's line
+        with contextlib.suppress(ValueError):
             record.created = calendar.timegm(time.strptime(said.time[:19], _DATE)) + float(said.time[19:])
             record.msecs = float(said.time[19:]) * 1000
     record.fields = {"process": process, **said.fields}
