@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -204,3 +206,20 @@ def test_a_command_without_arguments_shows_its_help(capsys: pytest.CaptureFixtur
     assert ended.value.code in (0, 2)
     assert "Router and P/D engines on this host." in shown
     assert "[config]" not in shown
+
+
+_IN_A_REMOVED_DIRECTORY = """
+import os, sys
+os.rmdir(os.getcwd())
+from baton.cli import main
+try:
+    main(["--version"])
+finally:
+    print(os.getcwd())
+"""
+
+
+def test_a_working_directory_may_be_removed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _IN_A_REMOVED_DIRECTORY]
+    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert told.stdout.splitlines()[-1] == "/"

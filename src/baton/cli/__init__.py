@@ -129,6 +129,13 @@ def _open_standard_streams() -> None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
+def _leave_removed_directory() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # MKL would load nothing
+        os.chdir("/")
+
+
 def _end_on_hangup() -> None:
     """As SIGTERM, except under `nohup`."""
     if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
@@ -139,6 +146,7 @@ def main(given: Sequence[str] | None = None) -> None:
     """Exit status: 2 for a bad setting, checkpoint or request, else 1."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     _open_standard_streams()
+    _leave_removed_directory()
     _end_on_hangup()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")

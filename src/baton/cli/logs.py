@@ -90,7 +90,7 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
 def log_to_stderr(level: LogLevel = "info", form: LogFormat = "text") -> None:
     """Log Baton's records from `level`, warnings of libraries and of Python, and uncaught exceptions."""
     handler = _Stderr(sys.stderr)
-    # No line shows what these would collect.
+    # Shown in no line.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None
     handler.setFormatter(_Json() if form == "json" else _Text())
@@ -124,7 +124,6 @@ def log_lines(text: str) -> None:
 
 
 def pass_on(process: str, said: LogLine) -> None:
-    """With the line's own time, level and logger."""
     level = logging.getLevelName(said.level)
     own = logging.getLogger(said.logger if said.logger.startswith("baton") else f"baton.{said.logger}")
     if not isinstance(level, int) or not own.isEnabledFor(level):

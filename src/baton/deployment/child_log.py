@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 _LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3})Z ([A-Z]+) ([\w.]+): (.*)")
-# The code of a command's error. The parent's line, which quotes it, has a code too.
+# The parent's line, which quotes it, has one too.
 _CODE = re.compile(r" \[[a-z_]+\]\Z")
 _JOIN_S = 2.0
 
