@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from baton.errors import ProtocolError
+from baton.openai.http.limits import HttpLimits
 from baton.router import RouterConfig
 from baton.router.app import build_app as build_router
 from baton.server import build_app
@@ -45,6 +46,14 @@ async def test_generate_streams_chunks(directory: Path) -> None:
             assert msgspec.json.decode(await response.read(), type=EngineLoad).num_running == 0
         async with session.get(f"{url}/health") as response:
             assert response.status == 200
+
+
+async def test_an_engine_takes_so_few_legs_that_a_router_can_ask_it_meanwhile(directory: Path) -> None:
+    engine = FakeEngine(directory)
+    engine.info = msgspec.structs.replace(engine.info, max_num_seqs=64)
+    app = build_app(engine, Tokenizer.load(directory), HttpLimits(connections=10))
+    async with served(app) as url, aiohttp.request("GET", f"{url}/inference/v1/info") as response:
+        assert msgspec.json.decode(await response.read(), type=EngineInfo).max_num_seqs == 6
 
 
 async def test_generate_refuses_and_reports(directory: Path) -> None:

@@ -17,9 +17,10 @@ from baton.errors import EngineUnavailableError, RequestError
 from baton.openai import FrontMetrics, OpenAIService, ServedModel
 from baton.openai.api_routes import add_health, add_openai_routes
 from baton.openai.backend import OnRoute, Take
+from baton.openai.http.accepting import max_connections
 from baton.openai.http.access import OPEN, Access
 from baton.openai.http.api_errors import to_api_error
-from baton.openai.http.app import BODIES, beside, json_response, new_app
+from baton.openai.http.app import BODIES, LIMITS, beside, json_response, new_app
 from baton.openai.http.connections import Stream
 from baton.openai.http.limits import HttpLimits
 from baton.openai.http.metrics import RowCollector, with_vllm_names
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from baton.engine.async_engine import AsyncEngine
 
 NDJSON = "application/x-ndjson"
+_CONNECTIONS_TO_ASK = 4
 
 
 class EngineBackend:
@@ -90,7 +92,8 @@ def build_app(
     async def info(request: web.Request) -> web.StreamResponse:
         """The engine's identity and limits."""
         engine.load()  # raises if the engine is down, so that a router sends it nothing
-        return json_response(engine.info)
+        legs = max(1, max_connections(request.app[LIMITS]) - _CONNECTIONS_TO_ASK)
+        return json_response(msgspec.structs.replace(engine.info, max_num_seqs=min(engine.info.max_num_seqs, legs)))
 
     async def load(request: web.Request) -> web.StreamResponse:
         """The engine's load."""

@@ -125,7 +125,7 @@ async def test_new_connections_wait_while_all_are_busy(
         await asyncio.gather(*asked, return_exceptions=True)
 
 
-@pytest.mark.parametrize(("files", "expected"), [(10, 1), (364, 100), (2**20, 16384), (resource.RLIM_INFINITY, 16384)])
+@pytest.mark.parametrize(("files", "expected"), [(10, 8), (364, 100), (2**20, 16384), (resource.RLIM_INFINITY, 16384)])
 def test_few_files_leave_some_for_engines(monkeypatch: pytest.MonkeyPatch, files: Any, expected: int) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind, files=files: (files, files))
     assert accepting.max_connections(HttpLimits()) == expected

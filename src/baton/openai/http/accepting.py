@@ -25,6 +25,7 @@ _PAUSE_S = 0.1
 _OWN_FILES = 64  # open files of the process itself
 # A handed-off request needs its client's connection and two to engines.
 _FILES_PER_CLIENT = 3
+_FEWEST = 8
 
 
 def max_connections(limits: HttpLimits) -> int:
@@ -32,7 +33,7 @@ def max_connections(limits: HttpLimits) -> int:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return limits.connections
-    return max(1, min(limits.connections, (files - _OWN_FILES) // _FILES_PER_CLIENT))
+    return min(limits.connections, max(_FEWEST, (files - _OWN_FILES) // _FILES_PER_CLIENT))
 
 
 class Acceptor:
