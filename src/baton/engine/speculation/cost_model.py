@@ -64,23 +64,24 @@ class LinearCost:
 class FewRows:
     """Factors on the linear model's seconds for a target forward of a few rows.
 
-    Kernels compute rows in groups, so four may cost less than three. `NUM` rows and more have the factor 1.
+    Kernels compute rows in groups, so four may cost less than three. `MEASURED`: numbers of rows; from twice the last
+    on the factor is 1.
     """
 
-    NUM = 9
+    MEASURED = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
 
     def __init__(self) -> None:
-        self.factors: FloatArray = np.ones(self.NUM)
+        self._rows, self._factors = np.array([1.0]), np.array([1.0])
 
     def fit(self, seconds: Mapping[int, float]) -> None:
-        """`seconds`: of a forward, by its number of rows, below `NUM`. Fewer than three say nothing about a line."""
+        """`seconds`: of a forward, by its number of rows. Fewer than three say nothing about a line."""
         if len(seconds) < 3 or min(seconds.values()) <= 0:
             return
-        rows, measured = np.array(list(seconds)), np.array(list(seconds.values()))
+        rows, measured = np.array(sorted(seconds)), np.array([seconds[rows] for rows in sorted(seconds)])
         slope, base = np.polyfit(rows, measured, 1)
-        self.factors[rows] = measured / (base + slope * rows)
+        self._rows = np.append(rows, 2 * rows[-1])
+        self._factors = np.append(measured / (base + slope * rows), 1.0)
 
     def of(self, num_rows: npt.ArrayLike) -> FloatArray:
         """One for each number."""
-        rows = np.asarray(num_rows)
-        return np.where(rows < self.NUM, self.factors[np.minimum(rows, self.NUM - 1)], 1.0)
+        return np.interp(np.asarray(num_rows), self._rows, self._factors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -101,15 +102,19 @@ class StepCosts:
         slots = (len(pages[name]) for name in (*spec.state_groups, *spec.draft_state_groups))
         most_requests = min((most_requests, *slots))
         self._measure_few_rows(executor, pages, min(most_rows, most_tokens), now)
+        found: dict[tuple[int, int, int], float] = {}
         for repeated in range(2):  # the first time, kernels are loaded
-            for requests, rows, context in _TARGET_PROBES:
+            for probe in _TARGET_PROBES:
+                requests, rows, context = probe
                 if requests > most_requests or requests * rows > most_rows or context + rows > most_tokens:
                     continue
                 plan = target_probe(spec, pages, requests, rows, context)
                 began = now()
                 executor.execute(plan)
+                found[probe] = min(now() - began, found.get(probe, math.inf))
                 if repeated:
-                    self.target.observe(target_parts([(rows, context)] * requests), now() - began)
+                    shape = float(self.few_rows.of(requests * rows))
+                    self.target.observe(target_parts([(rows, context)] * requests), found[probe] / shape)
             for requests, drafts in _DRAFT_PROBES:
                 if requests > min(most_requests, most_rows) or 1 + drafts > most_tokens:
                     continue
@@ -129,11 +134,11 @@ class StepCosts:
     def _measure_few_rows(
         self, executor: Executor, pages: Mapping[str, npt.NDArray[np.int32]], most: int, now: Callable[[], float]
     ) -> None:
-        """Measure each small number of rows in turn, several times; the shortest times are the least disturbed."""
+        """Measure few rows in turn, several times; the shortest times are the least disturbed."""
         found: dict[int, float] = {}
         started = now()
         for turn in range(1 + _FEW_TURNS):
-            for rows in range(1, min(most + 1, FewRows.NUM)):
+            for rows in (count for count in FewRows.MEASURED if count <= most):
                 plan = target_probe(executor.spec, pages, 1, rows)
                 began = now()
                 executor.execute(plan)
