@@ -84,4 +84,5 @@ class FewRows:
 
     def of(self, num_rows: npt.ArrayLike) -> FloatArray:
         """One for each number."""
-        return np.interp(np.asarray(num_rows), self._rows, self._factors)
+        factors: FloatArray = np.interp(np.asarray(num_rows), self._rows, self._factors)
+        return factors
