@@ -70,7 +70,10 @@ def pytest_configure() -> None:
 
 def pytest_sessionstart() -> None:
     """Modules and tests are made without collections: they stay."""
+    from testkit.processes.commands import keep_commands
+
     gc.disable()
+    keep_commands()
 
 
 def pytest_collection_finish() -> None:
@@ -140,7 +143,7 @@ def launcher() -> Iterator[Launcher]:
 @pytest.fixture(scope="module")
 def forks(launcher: Launcher) -> Iterator[None]:
     """Processes of Baton that a file's tests start are forks, which costs a tenth of a new process. Real starts are in
-    `e2e/test_openai_client.py`, `test_structured_outputs.py`, `test_kubernetes.py` and `test_real_model.py`.
+    `e2e/test_openai_client.py`, `test_kubernetes.py` and `test_real_model.py`.
     """
     from testkit.processes import baton_forks
 

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
+from testkit.processes.commands import prepare_commands
 from testkit.processes.forks import fork_here, fork_on_order
 from testkit.processes.launcher import Forked, Launcher, Order, Starter
 
@@ -103,6 +104,7 @@ def _after_flags(arguments: Sequence[str]) -> list[str]:
 def _import_engine() -> None:
     for name in MODULES:
         importlib.import_module(name)
+    prepare_commands()
 
 
 def _run(arguments: list[str]) -> None:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any, Protocol
 
 import msgspec
@@ -139,6 +140,11 @@ class Launcher(Starter):
         with there:
             self._process = subprocess.Popen(command, stdin=there.fileno(), env=environment)
         super().__init__(here)
+
+    def children(self) -> list[int]:
+        """Its forks that have not been reaped."""
+        pid = self._process.pid
+        return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
     def close(self) -> None:
         """End it, and every server that still runs."""

@@ -30,6 +30,7 @@ def refused(url: str) -> dict[str, float]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_engines_of_a_deployment_have_keys(tmp_path: Path) -> None:
     model = str(make_checkpoint(tmp_path / "tiny", "llama"))
     with Deployment(model, engine_flags=["--kv-cache-memory", str(4 << 20)]) as deployment:

@@ -17,6 +17,7 @@ from baton import LLM, SamplingParams, StructuredOutputsParams
 from baton.text import Tokenizer
 from testkit.processes.running import Running, running_up
 
+pytestmark = pytest.mark.usefixtures("forks")
 MODEL = "models/baton-demo-llama"
 PROMPT = "The with statement is used to"
 MESSAGES: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "What is a list?"}]

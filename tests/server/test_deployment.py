@@ -94,6 +94,7 @@ def test_deployment_serves_and_leaves_nothing(directory: str) -> None:
     deployment.close()
 
 
+@pytest.mark.usefixtures("forked")
 def test_children_are_halted_killed_and_started_again(directory: str) -> None:
     with BreakableDeployment(directory, prefill=1, decode=1, command=FAKE) as deployment:
         before, urls = deployment.pids, deployment.engine_urls

@@ -26,6 +26,7 @@ from testkit.inside import engine_of
 from tests.engine.ranks.test_rank_processes import GREEDY, PARAMS, PROMPTS, SETTINGS, TARGET
 
 
+@pytest.mark.usefixtures("one_thread", "forked")
 def test_a_failed_choice_ends_its_requests_and_unequal_drafts_end_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(TARGET, **SETTINGS, tensor_parallel_size=2) as llm:
         expected = [r.outputs[0].token_ids for r in llm.generate(PROMPTS[:3], GREEDY)]

@@ -28,7 +28,9 @@ from testkit.checkpoints.gemma4 import make_assistant, make_gemma4
 from testkit.checkpoints.granite import make_granite
 from testkit.engines import MakeDrafts
 from testkit.inside import engine_of
+from testkit.processes.launcher import Launcher
 
+pytestmark = pytest.mark.usefixtures("one_thread", "forks")
 TARGET = "models/baton-demo-llama"
 EAGLE3 = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculative_tokens": 3}
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -47,6 +49,10 @@ def followers(pid: int) -> list[int]:
     return [int(line) for line in found.stdout.split()]
 
 
+def forked_ranks(launcher: Launcher) -> list[int]:
+    return [pid for pid in launcher.children() if _state(pid) != "Z"]
+
+
 def until_gone(pids: list[int]) -> None:
     deadline = time.monotonic() + 120
     while any(Path(f"/proc/{pid}/stat").exists() and _state(pid) != "Z" for pid in pids):
@@ -61,27 +67,27 @@ def _state(pid: int) -> str:
         return "Z"
 
 
-def test_two_ranks_give_what_one_gives_and_end_together() -> None:
+def test_two_ranks_give_what_one_gives_and_end_together(launcher: Launcher) -> None:
     with LLM(TARGET, **SETTINGS, reduction_slices=2) as llm:
         expected = answers(llm)
     with LLM(TARGET, **SETTINGS, tensor_parallel_size=2) as llm:
         assert answers(llm) == expected
         # Now prefixes are hit, pages copied, requests preempted.
         assert answers(llm) == expected
-        (other,) = followers(os.getpid())
+        (other,) = forked_ranks(launcher)
         os.kill(other, signal.SIGKILL)
         with pytest.raises(EngineUnavailableError, match=r"rank 1 (ended with status -9|has gone)"):
             llm.generate(PROMPTS, PARAMS)
-    assert followers(os.getpid()) == []
+    assert forked_ranks(launcher) == []
 
 
-def test_stages_of_two_ranks_give_what_one_rank_gives() -> None:
+def test_stages_of_two_ranks_give_what_one_rank_gives(launcher: Launcher) -> None:
     """The drafter gets features of layers on both stages."""
     with LLM(TARGET, **SETTINGS, reduction_slices=2) as llm:
         expected = answers(llm)
     with LLM(TARGET, **SETTINGS, tensor_parallel_size=2, pipeline_parallel_size=2) as llm:
         assert answers(llm) == expected
-        assert len(followers(os.getpid())) == 3
+        assert len(forked_ranks(launcher)) == 3
 
 
 def test_stages_may_have_groups_that_others_have_not(tmp_path: Path) -> None:
@@ -97,6 +103,7 @@ def test_stages_may_have_groups_that_others_have_not(tmp_path: Path) -> None:
 
 
 def test_a_rank_ends_with_the_first_and_leaves_no_files(tmp_path: Path) -> None:
+    """A real start, not forks."""
     code = (
         "from baton import LLM; import sys, time\n"
         f"llm = LLM({TARGET!r}, tensor_parallel_size=2, kv_cache_memory=1 << 20)\n"
@@ -141,11 +148,11 @@ def test_a_drafter_is_whole_on_every_rank() -> None:
         SpeculativeConfig.parse(alone | {"draft_tensor_parallel_size": 2})
 
 
-def test_a_model_that_cannot_be_cut_leaves_nothing(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_cut_leaves_nothing(launcher: Launcher, tmp_path: Path) -> None:
     path = str(make_granite(tmp_path, mamba_n_heads=3, mamba_n_groups=3))
     with pytest.raises(BatonError, match="tensor_parallel_size: is 2, which does not divide the model's 3 heads"):
         LLM(path, tensor_parallel_size=2)
-    assert followers(os.getpid()) == []
+    assert forked_ranks(launcher) == []
 
 
 def test_plans_travel_as_they_are() -> None:
@@ -187,14 +194,16 @@ def other_pages(draft: MakeDrafts, plan: DraftPlan) -> DraftResult:
 
 
 @pytest.mark.parametrize("loss", ["dies", "fails"])
-def test_a_stage_that_is_lost_while_a_drafter_asks_it_ends_the_engine(loss: str, tmp_path: Path) -> None:
+def test_a_stage_that_is_lost_while_a_drafter_asks_it_ends_the_engine(
+    loss: str, launcher: Launcher, tmp_path: Path
+) -> None:
     """Gemma 4's assistant attends to keys of the last stage."""
     kinds = ["sliding_attention", "full_attention"]
     target = make_gemma4(tmp_path / "target", "gemma4-k_is_v", num_hidden_layers=2, layer_types=kinds)
     settings = {**SETTINGS, "speculative_config": make_assistant(tmp_path / "assistant", target)}
     with LLM(str(target), **settings, pipeline_parallel_size=2) as llm:
         executor = engine_of(llm).core.executor
-        (stage,) = followers(os.getpid())
+        (stage,) = forked_ranks(launcher)
         draft, local = executor.draft, executor.local.draft
 
         def stops_then_dies(plan: DraftPlan) -> DraftResult:
