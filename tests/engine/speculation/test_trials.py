@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from baton.engine.speculation import trials as module
 from baton.engine.speculation.trials import Trials
 
@@ -117,3 +119,16 @@ def test_a_step_that_was_disturbed_does_not_decide() -> None:
     assert periods(trials, 3, 16, paid=1.3) == [True] * 3
     # Steps that take twice as long from now on count in full soon.
     assert periods(trials, 16 * TRY_AFTER, 16, paid=0.5)[-TRY_AFTER:].count(True) <= 1
+
+
+@pytest.mark.parametrize("paid", [1.1, 0.9])
+def test_a_machine_that_becomes_slower_does_not_decide(paid: float) -> None:
+    """Other work makes all steps take twice as long, for as long as there is between two tries."""
+    trials, found = Trials(), []
+    for number in range(32 * TRY_AFTER):
+        slow = 1.0 + number // TRY_AFTER % 2
+        drafts = trials.begin(16)
+        found.append(drafts)
+        for _ in range(8):
+            trials.computed(16, 0, slow / paid if drafts else slow)
+    assert found.count(paid < 1.0) <= 32

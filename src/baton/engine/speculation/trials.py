@@ -8,18 +8,17 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 
-# The weight that past steps keep when a new period of their kind begins.
-_KEEP = 0.9
-# The model's choice stays unless steps without drafts are faster by more than this over the square root of the
-# verifications.
+# The weight that comparisons keep at the next one, and steps at the next period.
+_KEEP, _KEEP_STEPS = 0.9, 0.5
+# Steps without drafts must be faster by more than this over the square root of the verifications.
 _DOUBT = 0.75
 # Steps until the worse kind is tried again, doubled each time, and of a try: new requests make periods short.
 TRY_AFTER, TRY_SELDOM, TRY_STEPS = 128, 1024, 8
 # The share of all time that tries may lose.
 _LOST = 0.01
-# Batches whose sizes differ by less than this factor are compared with each other.
+# Batches that differ by less than this factor are compared.
 _LIKE = 1.3
-# A step of more than this many times the mean counts as that long.
+# A step counts as at most this many times the mean.
 _DISTURBED = 3.0
 
 
@@ -34,23 +33,38 @@ class StepRate:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def fade(self) -> None:
-        self.rows, self.tokens, self.seconds = self.rows * _KEEP, self.tokens * _KEEP, self.seconds * _KEEP
+        self.rows, self.tokens, self.seconds = (_KEEP_STEPS * part for part in (self.rows, self.tokens, self.seconds))
 
 
 class _Comparison:
+    """Of steps before a change with those after it: a machine may be slower for minutes."""
+
     def __init__(self) -> None:
-        self.rates = {True: StepRate(), False: StepRate()}
+        self._drafts: bool | None = None
+        self.now, self._before = StepRate(), StepRate()
+        self._is_open = False
+        self._log = self._weight = 0.0  # of ended comparisons
         self._better: bool | None = None
         self._wait = self.left = TRY_AFTER  # steps, and those before the next try
         self._tries = False
 
-    def next(self) -> bool:
+    def begin(self) -> bool:
         """Whether a new period drafts."""
-        with_drafts, without = self.rates[True].per_second, self.rates[False].per_second
-        if not with_drafts or not without:
-            return not with_drafts
-        better = with_drafts * (1.0 + _DOUBT / math.sqrt(self.rates[True].rows)) > without
-        lost = TRY_STEPS * (max(with_drafts, without) / min(with_drafts, without) - 1.0)
+        drafts = self._next()
+        if drafts is not self._drafts:
+            self._close()
+            self._before, self.now, self._drafts, self._is_open = self.now, StepRate(), drafts, True
+        self.now.fade()
+        return drafts
+
+    def _next(self) -> bool:
+        if self._is_open and self.now.rows >= self._before.rows > 0.0:
+            self._close()
+        log, weight = self._gain()
+        if not weight:
+            return not (self._drafts and self.now.seconds)
+        better = math.exp(log) * (1.0 + _DOUBT / math.sqrt(weight)) > 1.0
+        lost = TRY_STEPS * math.expm1(abs(log))
         if better != self._better:
             self._better, self._wait, self.left = better, TRY_AFTER, max(TRY_AFTER, int(lost / _LOST))
             self._tries = False
@@ -59,11 +73,29 @@ class _Comparison:
             self.left = max(self._wait, int(lost / _LOST))
         elif self.left <= 0 and not self._tries:
             self._tries, self.left = True, 0
+        elif (self.now.per_second > self._before.per_second) is not (better is self._drafts):
+            self.left = min(self.left, TRY_AFTER)
         return better is not self._tries
+
+    def _gain(self) -> tuple[float, float]:
+        """The logarithm of the gain by drafts, and its verifications."""
+        weight = min(self.now.rows, self._before.rows) if self._is_open else 0.0
+        if not (self.now.seconds and self._before.seconds):
+            weight = 0.0
+        total, log = self._weight + weight, self._log
+        if weight:
+            gain = math.log(self.now.per_second / self._before.per_second)
+            log += weight * (gain if self._drafts else -gain)
+        return log / total if total else 0.0, total
+
+    def _close(self) -> None:
+        if self._is_open:
+            log, weight = self._gain()
+            self._log, self._weight, self._is_open = _KEEP * log * weight, _KEEP * weight, False
 
     @property
     def is_trying(self) -> bool:
-        return self._tries or not all(rate.seconds for rate in self.rates.values())
+        return self._tries or not self._gain()[1]
 
 
 class Trials:
@@ -78,12 +110,10 @@ class Trials:
     def begin(self, num_requests: int) -> bool:
         """Whether a new period drafts."""
         self._size = _size(num_requests)
-        comparison = self._comparisons[self._size]
-        drafts = comparison.next()
+        drafts = self._comparisons[self._size].begin()
         if drafts != self._drafts:
             self._first = True
         self._drafts = drafts
-        comparison.rates[drafts].fade()
         return drafts
 
     @property
@@ -101,7 +131,7 @@ class Trials:
         comparison, same_size = self._comparisons[self._size], _size(num_requests) == self._size
         comparison.left -= same_size
         if not self._first and same_size:
-            rate = comparison.rates[self._drafts]
+            rate = comparison.now
             if rate.seconds:
                 seconds = min(seconds, _DISTURBED * num_requests * rate.seconds / rate.rows)
             rate.rows += num_requests
