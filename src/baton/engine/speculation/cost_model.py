@@ -17,7 +17,7 @@ FloatArray = npt.NDArray[np.float64]
 
 _KEEP = 0.99
 _INERTIA = 0.05
-# A forward of more than this many times its predicted time was disturbed, and counts as that long.
+# A forward counts as at most this many times its predicted time.
 _DISTURBED = 3.0
 _SWEEPS = 40
 
