@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import subprocess
@@ -223,3 +224,12 @@ def test_a_working_directory_may_be_removed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _IN_A_REMOVED_DIRECTORY]
     told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert told.stdout.splitlines()[-1] == "/"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_cannot_be_written_is_one_line(unbuffered: str) -> None:
+    command = [sys.executable, "-m", "baton.cli", "--version"]
+    with open("/dev/full", "wb") as full:
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment, text=True)
+    assert (ended.returncode, ended.stderr) == (1, "error: stdout: No space left on device [config]\n")

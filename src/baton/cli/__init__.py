@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
@@ -112,7 +113,7 @@ def _given_value(error: Any, text: str, arguments: Sequence[str]) -> str:
 
 
 def _print_usage_error(error: Any, arguments: Sequence[str]) -> None:
-    """As click does, with a code. JSON logs have no usage text."""
+    """JSON logs have no usage text."""
     text = error.format_message().replace(": Value error, ", ": ")
     if error.ctx is None or text == error.ctx.get_help():  # a command without arguments
         error.show()
@@ -158,6 +159,7 @@ def main(given: Sequence[str] | None = None) -> None:
         os.putenv("GOMP_SPINCOUNT", str(_SPIN_COUNT))
     try:
         status = app(arguments, standalone_mode=False)
+        sys.stdout.flush()
         raise SystemExit(status if isinstance(status, int) else 0)
     except _UsageError as error:
         _print_usage_error(error, arguments)
@@ -167,3 +169,9 @@ def main(given: Sequence[str] | None = None) -> None:
         raise SystemExit(
             CONFIG_STATUS if isinstance(error, ConfigError | CheckpointError | RequestError) else 1
         ) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EPIPE) or error.filename is not None or is_logging():
+            raise
+        _print_error(f"stdout: {error.strerror}", CODE_BY_ERROR[ConfigError])
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+        raise SystemExit(1) from None
