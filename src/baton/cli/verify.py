@@ -79,7 +79,9 @@ class PromptOptions:
     turns: Annotated[
         int, typer.Option(min=1, help="Turns of each conversation: prefixes are handed back to prefill engines.")
     ] = 1
-    token_range: Annotated[str, typer.Option(help="Ids of random prompts, without MODEL.")] = "100-30000"
+    token_range: Annotated[
+        str, typer.Option(help="Ids of random prompts, without MODEL; servers must have them all.")
+    ] = "100-30000"
 
 
 @dataclass(frozen=True, slots=True)
