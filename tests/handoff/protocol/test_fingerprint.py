@@ -9,7 +9,7 @@ import pytest
 from baton.comparison import PROCESSOR, rounding_difference, token_identity
 from baton.errors import IncompatiblePeerError
 from baton.handoff.plan.planner import Instance, RankGeometry
-from baton.handoff.protocol.fingerprint import check_pair, compare_fingerprints
+from baton.handoff.protocol.fingerprint import check_pair, compare_fingerprints, target_groups
 from baton.kv.geometry import BLOCK_MAJOR_NHD, Geometry
 from baton.kv.spec import GroupSpec, kv_planes
 
@@ -35,6 +35,11 @@ def test_other_processors_are_told_and_not_refused() -> None:
     assert rounding_difference(here, here) is None
     # An engine that is batch-invariant names none: its probe decides.
     assert rounding_difference(here, {"numerics.probe": "0"}) is None
+
+
+def test_the_drafters_groups_are_those_that_draft_names() -> None:
+    both = instance(0, **dict.fromkeys(("target", "target.sliding_window", "draft", "draft.1", "drafty"), (0,)))
+    assert target_groups(both) == {"target", "target.sliding_window", "drafty"}
 
 
 def test_each_side_may_have_every_group_on_its_own_rank() -> None:
