@@ -12,8 +12,10 @@ from dataclasses import dataclass
 _KEEP, _KEEP_STEPS = 0.9, 0.5
 # Steps without drafts must be faster by more than this over the square root of the verifications.
 _DOUBT = 0.75
-# Steps until the worse kind is tried again, doubled each time, and of a try: new requests make periods short.
+# Steps until the worse kind is tried again, doubled each time, and of a try.
 TRY_AFTER, TRY_SELDOM, TRY_STEPS = 128, 1024, 8
+# Comparisons before one kind is chosen.
+FIRST = 4
 # The share of all time that tries may lose.
 _LOST = 0.01
 # Batches that differ by less than this factor are compared.
@@ -37,13 +39,14 @@ class StepRate:
 
 
 class _Comparison:
-    """Of steps before a change with those after it: a machine may be slower for minutes."""
+    """Of steps before and after a change: a machine may be slow for minutes."""
 
     def __init__(self) -> None:
         self._drafts: bool | None = None
         self.now, self._before = StepRate(), StepRate()
         self._is_open = False
         self._log = self._weight = 0.0  # of ended comparisons
+        self._num_ended = 0
         self._better: bool | None = None
         self._wait = self.left = TRY_AFTER  # steps, and those before the next try
         self._tries = False
@@ -54,15 +57,17 @@ class _Comparison:
         if drafts is not self._drafts:
             self._close()
             self._before, self.now, self._drafts, self._is_open = self.now, StepRate(), drafts, True
+            if self._better is None:
+                self.left = 0
         self.now.fade()
         return drafts
 
     def _next(self) -> bool:
         if self._is_open and self.now.rows >= self._before.rows > 0.0:
             self._close()
+        if self._num_ended < FIRST:
+            return self._drafts is not True if self.left <= -TRY_STEPS else self._drafts is not False
         log, weight = self._gain()
-        if not weight:
-            return not (self._drafts and self.now.seconds)
         better = math.exp(log) * (1.0 + _DOUBT / math.sqrt(weight)) > 1.0
         lost = TRY_STEPS * math.expm1(abs(log))
         if better != self._better:
@@ -92,10 +97,11 @@ class _Comparison:
         if self._is_open:
             log, weight = self._gain()
             self._log, self._weight, self._is_open = _KEEP * log * weight, _KEEP * weight, False
+            self._num_ended += weight > 0.0
 
     @property
     def is_trying(self) -> bool:
-        return self._tries or not self._gain()[1]
+        return self._tries or self._better is None
 
 
 class Trials:
