@@ -204,7 +204,7 @@ async def test_requests_wait_for_their_turn_and_the_wait_is_told() -> None:
         most = max(most, running)
         if most >= awaited:
             reached.set()
-        await asyncio.wait_for(reached.wait(), 20)
+        await asyncio.wait_for(reached.wait(), 60)
         response = web.StreamResponse()
         await response.prepare(request)
         for text in ("a", "b"):

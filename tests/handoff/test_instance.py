@@ -94,7 +94,7 @@ def test_the_engine_is_told_without_a_lock() -> None:
             d.agent.on_event(ev.DecodeReleased(ticket.key))
             thread = threading.Thread(target=d.agent.announce_decode, args=(other,))
             thread.start()
-            thread.join(5.0)
+            thread.join(60.0)
             waited.append(thread.is_alive())
             d.events.append(ev.DecodeAdmitted(other.key))
 

@@ -120,7 +120,7 @@ def test_the_agents_of_all_ranks_close_at_the_same_time(monkeypatch: pytest.Monk
     second_ends = threading.Event()
     monkeypatch.setattr(rank_handoffs_of(second), "abort_all", lambda: second_ends.set())
     heard: list[bool] = []
-    first._call(lambda: heard.append(second_ends.wait(10)))
+    first._call(lambda: heard.append(second_ends.wait(60)))
     HandoffAgent.close_all([first, second])
     engine.close()
     assert heard == [True]
