@@ -29,7 +29,7 @@ class Generated:
     def assert_rounds(self, got: list[int], drafts: dict[int, list[int]]) -> int:
         """Of an engine with the tokens `got`. How many rounds both have."""
         same = next((i for i, (a, b) in enumerate(zip(got, self.tokens, strict=True)) if a != b), len(got))
-        # Behind a near-tie of the target, transformers drafts after other tokens.
+        # After a near-tie of the target, transformers drafts after other tokens.
         both = [known for known in drafts.keys() & self.rounds.keys() if known <= len(self.prompt) + same]
         for known in both:
             assert_round(drafts[known], self.rounds[known])

@@ -82,6 +82,7 @@ def build_app(
     app = new_app(metrics, limits, access)
     app.on_response_prepare.append(reports_load(engine.load))
     app.cleanup_ctx.append(beside(lambda: report_throughput(metrics, lambda: _load_text(engine))))
+    legs = max(1, max_connections(app[LIMITS]) - _CONNECTIONS_TO_ASK)
     backend = EngineBackend(engine, tokenizer)
     add_openai_routes(app, OpenAIService(backend, metrics, parsing=parsing, per_request=per_request))
 
@@ -92,7 +93,6 @@ def build_app(
     async def info(request: web.Request) -> web.StreamResponse:
         """The engine's identity and limits."""
         engine.load()  # raises if the engine is down, so that a router sends it nothing
-        legs = max(1, max_connections(request.app[LIMITS]) - _CONNECTIONS_TO_ASK)
         return json_response(msgspec.structs.replace(engine.info, max_num_seqs=min(engine.info.max_num_seqs, legs)))
 
     async def load(request: web.Request) -> web.StreamResponse:

@@ -77,7 +77,7 @@ class FewRows:
         """`seconds`: of a forward, by its number of rows. Fewer than three say nothing about a line."""
         if len(seconds) < 3 or min(seconds.values()) <= 0:
             return
-        rows, measured = np.array(sorted(seconds)), np.array([seconds[rows] for rows in sorted(seconds)])
+        rows, measured = np.array(sorted(seconds.items())).T
         slope, base = np.polyfit(rows, measured, 1)
         self._rows = np.append(rows, 2 * rows[-1])
         self._factors = np.append(measured / (base + slope * rows), 1.0)

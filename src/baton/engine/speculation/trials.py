@@ -84,13 +84,11 @@ class _Comparison:
 
     def _gain(self) -> tuple[float, float]:
         """The logarithm of the gain by drafts, and its verifications."""
-        weight = min(self.now.rows, self._before.rows) if self._is_open else 0.0
-        if not (self.now.seconds and self._before.seconds):
-            weight = 0.0
-        total, log = self._weight + weight, self._log
-        if weight:
+        log, total = self._log, self._weight
+        if self._is_open and self.now.seconds and self._before.seconds:
+            weight = min(self.now.rows, self._before.rows)
             gain = math.log(self.now.per_second / self._before.per_second)
-            log += weight * (gain if self._drafts else -gain)
+            log, total = log + weight * (gain if self._drafts else -gain), total + weight
         return log / total if total else 0.0, total
 
     def _close(self) -> None:

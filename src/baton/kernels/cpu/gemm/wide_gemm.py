@@ -27,10 +27,14 @@ from baton.kernels.cpu.simd import CHUNKS, LANES, cgutils, fma, has_features, lo
 
 HAS_WIDE_PRODUCTS = not HAS_BF16_PAIRS and has_features("avx2", "fma")
 _BLOCK = CHUNKS * LANES
-# Rows of a pass, and the most of which it takes 4 and 2 chunks of 16 outputs: sums fill 24 of AVX-512's 32 registers,
-# or 12 of AVX2's 16.
-_HEIGHTS, _OF_4_CHUNKS, _OF_2_CHUNKS = (range(1, 13), 6, 12) if has_features("avx512f") else (range(1, 7), 1, 2)
-_TALLEST = max(_HEIGHTS)
+# The most rows of a pass, and those of which it takes 4 and 2 chunks of 16 outputs: sums fill 24 of AVX-512's 32
+# registers, or 12 of AVX2's 16.
+_TALLEST, _OF_4_CHUNKS, _OF_2_CHUNKS = (12, 6, 12) if has_features("avx512f") else (6, 1, 2)
+_HEIGHTS = {
+    4: range(1, _OF_4_CHUNKS + 1),
+    2: range(1, _OF_2_CHUNKS + 1),
+    1: range(_OF_2_CHUNKS + 1, _TALLEST + 1),
+}
 # How far ahead of its reads a pass fetches weights.
 _AHEAD_BYTES = 512
 # A step is a pair of columns of 16 outputs.
@@ -57,20 +61,15 @@ def _chunk_products(
     Addresses: `left` of float32; `right`, `bias` (0: none) and `out` of bfloat16. `num_chunks` is a literal.
     """
     chunks = range(num_chunks.literal_value)
-    heights = [height for height in _HEIGHTS if len(chunks) in _chunks_of(height)]
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, num_rows, *rest = args
-        for height in heights:
+        for height in _HEIGHTS[len(chunks)]:
             with builder.if_then(builder.icmp_signed("==", num_rows, ir.Constant(_I64, height))):
                 _generate_pass(builder, range(height), chunks, *rest)
         return context.get_dummy_value()
 
     return numba.void(num_chunks, *[numba.int64] * 8), generate
-
-
-def _chunks_of(height: int) -> tuple[int, ...]:
-    return (4, 2) if height <= _OF_4_CHUNKS else (2,) if height <= _OF_2_CHUNKS else (1,)
 
 
 def _generate_pass(
@@ -83,11 +82,11 @@ def _generate_pass(
         builder.store(ir.Constant(_VECTOR, [0.0] * LANES), sums[place])
     starts = [builder.add(left, builder.mul(row_bytes, ir.Constant(_I64, row))) for row in rows]
     chunk_bytes = builder.mul(steps, ir.Constant(_I64, _STEP_BYTES))
+    chunk_starts = [builder.mul(chunk_bytes, ir.Constant(_I64, chunk)) for chunk in chunks]
     half, high = (splat(builder, ir.Constant(_I32, value)) for value in (16, -(1 << 16)))
     with cgutils.for_range(builder, steps, intp=_I64) as loop:
         here = builder.add(right, builder.mul(loop.index, ir.Constant(_I64, _STEP_BYTES)))
         offset = builder.mul(loop.index, ir.Constant(_I64, 2 * _WIDE_BYTES))
-        chunk_starts = [builder.mul(chunk_bytes, ir.Constant(_I64, chunk)) for chunk in chunks]
         for start in chunk_starts:
             prefetch(builder, builder.add(builder.add(here, start), ir.Constant(_I64, _AHEAD_BYTES)), _STEP_BYTES)
         for column in range(2):
