@@ -1,9 +1,9 @@
 """vLLM servers for tests: small ones that start soon (`testkit.vllm.forks`), with waits that do not spin, by a vLLM
 plug-in, which vLLM loads in each of its processes.
 
-On CPUs vLLM's processes spin while they wait for each other: tensor ranks and stages in a collective until the other
-arrives, an engine until its workers answer a step, a worker for a second after each step. Two servers of two ranks are
-six such processes, and on two cores the process that all wait for is usually not running.
+vLLM's processes spin while they wait for each other: ranks and stages in a collective, an engine for its workers, a
+worker for a second after each step. Two servers of two ranks are six such processes: the one that all wait for rarely
+has a core.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from testkit.vllm.forks import Forks
 
 NAME = "baton_tests_quiet"
 AWAKE_S = 0.002
-# Enough for everything that a test sends to a server at one time. By default vLLM takes eight times as much, and writes
-# zeros into all of it. A fleet has up to eight workers.
+# By default vLLM takes eight times as much, and writes zeros into all of it. A fleet has up to eight workers.
 KV_CACHE = ["--kv-cache-memory-bytes", str(128 << 20)]
-# Even with `--enforce-eager` vLLM compiles some small functions, in each worker when a request first needs them: that
-# takes seconds of a CPU that the fleet shares, and a C++ compiler if nothing is cached, while requests wait.
+# Even with `--enforce-eager` vLLM compiles small functions in each worker at first use: seconds of CPU and a C++
+# compiler, while requests wait.
 AS_WRITTEN = {"TORCHDYNAMO_DISABLE": "1"}
 # Numba's idle threads spin too (n-gram drafts).
 ONE_THREAD = {"NUMBA_NUM_THREADS": "1"}

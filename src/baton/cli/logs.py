@@ -8,13 +8,13 @@ import functools
 import json
 import logging
 import os
-import select
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Literal
 
+from baton.cli.log_stream import LogStream
 from baton.deployment import FLAG_VARIABLES, LogLine
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -22,7 +22,6 @@ LogFormat = Literal["text", "json"]
 
 _NO_BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE")
 _DATE = "%Y-%m-%dT%H:%M:%S"
-_CHARS_AT_ONCE = select.PIPE_BUF // 4
 logger = logging.getLogger("baton")
 
 
@@ -55,41 +54,9 @@ class _Json(logging.Formatter):
         return json.dumps(fields, ensure_ascii=False, default=str)
 
 
-class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
-    """Drops lines while nobody reads a full pipe: requests would wait."""
-
-    _dropped, _cut = 0, False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            if self._dropped and self._has_room():
-                what = "%d lines of this log were dropped, since nobody read them"
-                dropped = logging.LogRecord(logger.name, logging.WARNING, "", 0, what, (self._dropped,), None)
-                self._write(self._cut * self.terminator + self.format(dropped))
-                self._dropped, self._cut = 0, False
-            self._write(self.format(record))
-        except Exception:
-            self.handleError(record)
-
-    def _write(self, text: str) -> None:
-        text += self.terminator
-        for start in range(0, len(text), _CHARS_AT_ONCE):
-            if not self._has_room():
-                self._dropped, self._cut = self._dropped + 1, self._cut or start > 0
-                return
-            self.stream.write(text[start : start + _CHARS_AT_ONCE])
-            self.flush()
-
-    def _has_room(self) -> bool:
-        try:
-            return bool(select.select((), (self.stream,), (), 0.0)[1])
-        except OSError:  # a stream without a descriptor
-            return True
-
-
 def log_to_stderr(level: LogLevel = "info", form: LogFormat = "text") -> None:
     """Log Baton's records from `level`, warnings of libraries and of Python, and uncaught exceptions."""
-    handler = _Stderr(sys.stderr)
+    handler = LogStream(sys.stderr)
     # Shown in no line.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None
@@ -104,7 +71,7 @@ def log_to_stderr(level: LogLevel = "info", form: LogFormat = "text") -> None:
 
 
 def is_logging() -> bool:
-    return any(isinstance(handler, _Stderr) for handler in logging.getLogger().handlers)
+    return any(isinstance(handler, LogStream) for handler in logging.getLogger().handlers)
 
 
 def wants_json(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:

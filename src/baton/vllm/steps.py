@@ -44,9 +44,7 @@ class ClosePrefill:
 
 @dataclass(frozen=True, slots=True)
 class AnnounceDecode:
-    """A decode leg arrived. `next_token`: the prompt's token after the handed-over ones, computed by this engine.
-    `traceparent`: if vLLM traces the request.
-    """
+    """A decode leg arrived. `next_token`: the prompt's token after the handed-over ones, computed by this engine."""
 
     request_id: str
     ticket: SignedTicket
@@ -73,9 +71,9 @@ class OpenDecode:
 
 @dataclass(slots=True)
 class StepNews:
-    """One step's messages. Prefill legs: `turned_away` are served without a handoff, `admitted` now have blocks, those
-    of `preempted` go to other requests, `cancelled` will not be fetched, `missing` lack what a hand-back wants.
-    `aborted`: decode legs that vLLM gave up.
+    """Prefill legs: `turned_away` are served without a handoff, `admitted` now have blocks, those of `preempted` go to
+    other requests, `cancelled` will not be fetched, `missing` lack what a hand-back wants. `aborted`: decode legs that
+    vLLM gave up.
     """
 
     opened: list[OpenPrefill] = field(default_factory=list)

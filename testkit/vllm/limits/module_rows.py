@@ -3,10 +3,10 @@ second step of a request that it computed, and in the first step of one whose pr
 
     python -m testkit.vllm.limits.module_rows
 
-The V2 runner keeps the last rows of each request, and computes them again once the drafts on which entries of later
-modules depend are verified. It keeps them by the request's place in the batch. A received prompt has none yet, but
-vLLM pads its first step with placeholders, which are all rejected: so entries that were received are computed again,
-from what the place's last request left.
+The V2 runner keeps each request's last rows by its place in the batch, and computes them again once the drafts on
+which later modules' entries depend are verified. A received prompt has none yet, but vLLM pads its first step with
+placeholders, which are all rejected: so entries that were received are computed again, from what the place's last
+request left.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROMPT = 10  # tokens of each prompt
 
 
 def tokens_of(request: int, positions: Sequence[int]) -> list[int]:
-    """They tell the request and the position. So does each element of a hidden state."""
+    """They, and elements of hidden states, tell the request and the position."""
     return [1000 * request + position for position in positions]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -108,13 +109,21 @@ GENERATE = ("The for", "--max-tokens", "2", "--kv-cache-memory", "8M")
 
 
 def offline(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """An offline Python with the hub's cache in `home`."""
+    """An offline Python with the hub's cache in `home`, and kernels that are compiled already."""
+    kept = {name: os.environ[name] for name in ("NUMBA_CACHE_DIR",) if name in os.environ}
     return subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
         timeout=120,
-        env={"PATH": "/usr/bin", "PYTHONPATH": "src", "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "HOME": str(home)},
+        env={
+            "PATH": "/usr/bin",
+            "PYTHONPATH": "src",
+            "HF_HOME": str(home),
+            "HF_HUB_OFFLINE": "1",
+            "HOME": str(home),
+            **kept,
+        },
     )
 
 

@@ -19,7 +19,7 @@ UNKNOWN = len(_BOUNDS)
 # High for unknown margins, so that a new drafter is tried.
 FIRST_GUESS = 0.7
 _FIRST_GUESSES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.93, FIRST_GUESS)
-# How many drafts a guess counts as, and a request's factor of 1 (of even odds).
+# How many drafts a guess counts as, and a request's factor of 1.
 _GUESS_WEIGHT, _OWN_WEIGHT = 8.0, 5.0
 # A position with few samples is assumed a little worse than the one before it.
 _LATER = 0.85
@@ -63,7 +63,6 @@ class AcceptanceRates:
         self._hits = [[0.0] * (UNKNOWN + 1) for _ in range(most)]
         self._tries = [[0.0] * (UNKNOWN + 1) for _ in range(most)]
         self._weight = 1.0
-        # Until drafts come, all classes are as frequent.
         self._samples = np.repeat(np.arange(_NUM_SAMPLES)[:, None] % UNKNOWN, most, axis=1)
         self._next_sample = self._num_steps = 0
         self.update()
@@ -86,7 +85,6 @@ class AcceptanceRates:
         places = (self._next_sample + np.arange(count)) % _NUM_SAMPLES
         self._next_sample = int(places[-1]) + 1
         self._samples[places, :drafts] = taken
-        # Later drafts would be about as sure.
         self._samples[places, drafts:] = taken[:, -1:]
 
     def verified(self, own: OwnFactor, classes: Sequence[int], num_accepted: int) -> None:

@@ -1,6 +1,4 @@
-"""Whether drafts pay, by trial: tokens per second of steps with the chosen drafts against steps without any, since the
-cost model's errors may be larger.
-"""
+"""Whether drafts pay, by trial: tokens per second with the chosen drafts against none, since the cost model errs."""
 
 from __future__ import annotations
 
@@ -94,8 +92,8 @@ class _Comparison:
     def _close(self) -> None:
         if self._is_open:
             log, weight = self._gain()
+            self._num_ended += weight > self._weight
             self._log, self._weight, self._is_open = _KEEP * log * weight, _KEEP * weight, False
-            self._num_ended += weight > 0.0
 
     @property
     def is_trying(self) -> bool:

@@ -29,8 +29,7 @@ from baton.kernels.cpu.simd import CHUNKS, LANES
 from baton.kernels.device import aligned_copy
 from baton.models.layers.parallel import SINGLE_RANK, Share, TensorRank
 
-# The default of oneDNN and PyTorch, 1,024 compiled shapes each, takes most of a gigabyte with prompts of many lengths.
-# Read at the first product.
+# Read at the first product. The default, 1,024 compiled shapes, takes most of a gigabyte with prompts of many lengths.
 for _capacity in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_capacity, "128")
 
@@ -70,7 +69,7 @@ def packed(weight: Tensor) -> Tensor | None:
     """oneDNN's blocked copy of `weight` [N, K], or None."""
     if weight.device.type != "cpu" or weight.dtype not in _PACKED_DTYPES:
         return None
-    # Private operators of PyTorch's compiler, without any promise of stability.
+    # Private operators of PyTorch's compiler.
     operators: Any = torch.ops.mkldnn
     try:
         if weight.dtype is torch.bfloat16 and not operators._is_mkldnn_bf16_supported():
