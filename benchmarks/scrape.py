@@ -14,7 +14,7 @@ from baton.errors import BatonError
 from baton.openai.client import OpenAIClient
 from baton.transports.process import stat_of
 
-IDLE_LIMIT_S = 30.0
+IDLE_LIMIT_S = 60.0
 _HELD = ("num_running", "num_waiting", "num_handoffs", "num_referenced_pages", "num_quarantined_pages")
 
 
@@ -39,7 +39,7 @@ async def held(session: aiohttp.ClientSession, engine: str) -> dict[str, int]:
 
 
 async def until_idle(session: aiohttp.ClientSession, engines: Sequence[str]) -> None:
-    """Wait until all engines are idle. Raises `BatonError` after 30 s, with what is held."""
+    """Wait until all engines are idle. Raises `BatonError` after a minute, with what is held."""
     deadline = time.monotonic() + IDLE_LIMIT_S
     for url in engines:
         while found := await held(session, url):

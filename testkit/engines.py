@@ -222,7 +222,7 @@ class Pair:
         destination = self.prefill.add(leg("decode", source.num_cached, source.window_start))
         return Moved(source, destination, source.num_cached)
 
-    def step_until(self, condition: Callable[[], bool], limit_s: float = 60.0) -> None:
+    def step_until(self, condition: Callable[[], bool], limit_s: float = 300.0) -> None:
         deadline = time.monotonic() + limit_s
         while not condition():
             assert time.monotonic() < deadline, (self.prefill.streams, self.decode.streams)
@@ -230,7 +230,7 @@ class Pair:
             if not busy:
                 time.sleep(0.001)
 
-    def decode_until(self, condition: Callable[[], bool], limit_s: float = 60.0) -> None:
+    def decode_until(self, condition: Callable[[], bool], limit_s: float = 300.0) -> None:
         deadline = time.monotonic() + limit_s
         while not condition():
             assert time.monotonic() < deadline, self.decode.streams

@@ -31,7 +31,7 @@ LONG_STOP_S, SHORT_STOP_S = (5.5, 8.0), (0.1, 2.0)
 REJOIN_LIMIT_S = 60.0
 MEET_LIMIT_S = 5.0
 # Of this, an engine may take 8 s to close, and its clients the rest to notice.
-END_LIMIT_S = 13.0
+END_LIMIT_S = 30.0
 
 
 async def count_recoveries(session: aiohttp.ClientSession, report: ChaosReport, url: str) -> None:

@@ -42,7 +42,7 @@ class Pod:
         get = getattr(self.container, kind).http_get
         (port,) = [one.container_port for one in self.container.ports if one.name == get.port]
         try:
-            with urllib.request.urlopen(f"http://{self.ip}:{port}{get.path}", timeout=30) as answer:
+            with urllib.request.urlopen(f"http://{self.ip}:{port}{get.path}", timeout=60) as answer:
                 return bool(answer.status == 200)
         except OSError:
             return False
@@ -131,5 +131,5 @@ def _await(pod: Pod, done: Callable[[], bool]) -> None:
 
 def _num_healthy(router: Pod) -> int:
     """A router is ready with one engine of either role."""
-    with urllib.request.urlopen(f"http://{router.ip}:8000/status", timeout=30) as answer:
+    with urllib.request.urlopen(f"http://{router.ip}:8000/status", timeout=60) as answer:
         return sum(engine["healthy"] for engine in json.load(answer)["engines"])

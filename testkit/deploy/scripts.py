@@ -60,7 +60,7 @@ def commands(script: Path, arguments: Sequence[str], folder: Path) -> list[Comma
         (programs / name).chmod(0o755)
     path = os.pathsep.join([str(programs), os.environ["PATH"]])
     environment = {**os.environ, "PATH": path, "RECORDED": str(recorded), "KEYS": str(folder / "keys")}
-    subprocess.run(["bash", str(script), *arguments], env=environment, check=True, timeout=60)
+    subprocess.run(["bash", str(script), *arguments], env=environment, check=True, timeout=300)
     found = sorted((json.loads(file.read_text()) for file in recorded.glob("*.json")), key=lambda each: each["at"])
     return [Command(_program(each["words"]), each["variables"]) for each in found]
 

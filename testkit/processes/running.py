@@ -14,7 +14,7 @@ from pathlib import Path
 
 from baton.deployment import BATON, end_processes
 
-START_LIMIT_S = 120.0
+START_LIMIT_S = 300.0
 END_LIMIT_S = 60.0
 READY = re.compile(r"(?:ready:|is served at) (http://\S+)/v1\s")
 

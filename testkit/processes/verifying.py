@@ -15,6 +15,6 @@ EAGLE3 = {"method": "eagle3", "model": "models/baton-demo-eagle3", "num_speculat
 def verify(*flags: str, lengths: str) -> subprocess.CompletedProcess[str]:
     given = ["--lengths", lengths, "--max-tokens", "20", "--kv-cache-memory", "32M", *flags]
     given += ["--speculative-config", json.dumps(EAGLE3)]
-    result = run("verify", TARGET, *given, limit_s=300)
+    result = run("verify", TARGET, *given, limit_s=500)
     assert not orphaned_segments()
     return result

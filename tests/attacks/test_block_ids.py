@@ -141,7 +141,7 @@ def test_a_copy_outside_the_registered_memory_is_refused_by_the_transport(scene:
     """The last line of defence: even a wrong plan moves no byte outside a region."""
     other: Node = scene.d
     assert other.hello.descriptor is not None
-    peer = scene.p.transport.connect(other.hello.descriptor).result(30)
+    peer = scene.p.transport.connect(other.hello.descriptor).result(60)
     size = other.pools["target"].nbytes
     at, count = np.array([0], dtype=np.int64), np.array([16], dtype=np.int64)
     for offset in (size - 15, size, -1, 1 << 60, (1 << 63) - 1):

@@ -107,7 +107,7 @@ def test_a_stranger_at_the_address_of_a_dead_engine_gets_nothing(scene: Scene) -
         ticket = scene.ticket(prefill_addresses=[address])
         before = {name: pool.copy() for name, pool in scene.d.pools.items()}
         scene.d.agent.open_decode(ticket, TOKENS, WANTED, PAGES)
-        assert router.poll(20_000)
+        assert router.poll(60_000)
         identity, frame, *_ = router.recv_multipart()
         session, _, hello = decode_frame(frame)
         assert isinstance(hello, Hello)

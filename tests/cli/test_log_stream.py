@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from baton.cli import log_stream
 from baton.cli.log_stream import LogStream
 
 
@@ -67,6 +68,22 @@ def test_a_process_ends_though_nobody_reads() -> None:
     )
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) as process:
         assert process.wait(60) == 0
+
+
+def test_a_slow_reader_has_time_for_each_line_at_the_end(
+    pipe: tuple[logging.Logger, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger, reads = pipe
+    (stream,) = logger.handlers
+    assert isinstance(stream, LogStream)
+    waits = list[float | None]()
+    monkeypatch.setattr(stream, "_has_room", lambda limit_s: waits.append(limit_s) or limit_s != 0.0)
+    monkeypatch.setattr(stream, "_write_later", lambda: None)
+    for number in range(9):
+        logger.warning("%d", number)
+    stream.close()
+    assert waits[-9:] == [log_stream._CLOSE_S] * 9
+    assert read_until(reads, "8") == [str(number) for number in range(9)]
 
 
 def test_a_reader_that_is_gone_ends_no_thread_with_an_error() -> None:

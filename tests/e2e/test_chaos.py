@@ -16,7 +16,6 @@ pytestmark = pytest.mark.usefixtures("forks")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(480)
 @pytest.mark.parametrize(
     "config",
     [

@@ -25,8 +25,8 @@ FLAGS = ["--batch-invariant", "--max-num-batched-tokens", "64", "--kv-cache-memo
 NUM_PER_SIDE = 50
 MAX_CONCURRENT = 6
 MAX_TOKENS = 24
-# The longest wait of a leg whose other leg never reached P.
-TICKET_LIFE_S = 6
+# The longest wait of a leg whose other leg never reached P; of both legs, if both come.
+TICKET_LIFE_S, LONG_LIFE_S = 6, 60
 MAX_GROWTH_BYTES = 64 * 2**20
 pytestmark = pytest.mark.usefixtures("forks")
 
@@ -41,11 +41,11 @@ class Pair:
     def __init__(self, clients: dict[str, BatonClient], infos: dict[str, EngineInfo], key: bytes, mode: Mode) -> None:
         self.clients, self.infos, self.key, self.mode = clients, infos, key, mode
 
-    def requests(self, name: str, prompt: list[int]) -> dict[str, GenerateRequest]:
+    def requests(self, name: str, prompt: list[int], life_s: float) -> dict[str, GenerateRequest]:
         p, d = self.infos["prefill"], self.infos["decode"]
         params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
         request = GenerateRequest(request_id=name, prompt_token_ids=prompt, sampling_params=params)
-        expiry = time.monotonic() + TICKET_LIFE_S  # for every engine on this host
+        expiry = time.monotonic() + life_s  # for every engine on this host
         signed = sign_ticket(
             self.key, Ticket.between(p, d, self.mode, request_digest(prompt, params), (expiry, expiry))
         )
@@ -56,7 +56,7 @@ class Pair:
 
     async def run(self, name: str, prompt: list[int], leave: str | None, delay_s: float) -> dict[str, list[TokenChunk]]:
         """Run both legs; the one named `leave` is aborted after `delay_s`."""
-        requests = self.requests(name, prompt)
+        requests = self.requests(name, prompt, LONG_LIFE_S if leave is None else TICKET_LIFE_S)
         tasks = {leg: asyncio.create_task(read(self.clients[leg], requests[leg])) for leg in requests}
         if leave is not None:
             await asyncio.sleep(delay_s)

@@ -11,7 +11,6 @@ pytestmark = pytest.mark.usefixtures("forks")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_under_overload_answers_are_exact_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     config = OverloadConfig(

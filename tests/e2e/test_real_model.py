@@ -68,7 +68,7 @@ def test_push_and_pull_give_what_one_engine_gives(model: Path) -> None:
         spec = {"method": "eagle3", "model": str(HEAD), "num_speculative_tokens": 3}
         command += ["--speculative-config", json.dumps(spec)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

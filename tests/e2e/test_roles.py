@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,9 +82,10 @@ async def _a_held_prompt_and_a_lost_role(up: BreakableDeployment) -> None:
         assert await accepted(session, d) == [2 * count for count in once], "the same drafts are accepted"
         assert await decisions(session, up.url) == {"handed_off": 1, "cached": 1}
         # The prompt's blocks of target and drafter, on both engines, by their events.
-        blocks = await scrape(session, up.url, "baton:router_engine_kv_blocks")
-        assert len(blocks) == 2
-        assert min(blocks) >= 2 * (len(PROMPT) // 16), blocks
+        blocks = [0.0, 0.0]
+        while min(blocks) < 2 * (len(PROMPT) // 16):
+            blocks = await scrape(session, up.url, "baton:router_engine_kv_blocks")
+            assert len(blocks) == 2
         # The next turn of a conversation: D also holds its own output.
         turn = [*PROMPT, *want, *range(5, 25)]
         said = await ask(session, up.url, turn)
@@ -94,12 +96,16 @@ async def _a_held_prompt_and_a_lost_role(up: BreakableDeployment) -> None:
         up.stop("prefill-0")
         assert await ask(session, up.url, PROMPT) == want
         assert await ask(session, up.url, PROMPT[:50]) != want
-        assert await decisions(session, up.url) == {"handed_off": 2, "cached": 3, "short": 1}
+        before = Counter(await decisions(session, up.url))
+        # A slow answer gives the router time to miss the prefill engine.
+        assert (before.total(), before["handed_off"]) == (6, 2)
         while all(engine["healthy"] for engine in (await get_json(session, f"{up.url}/status"))["engines"]):
             await asyncio.sleep(0.05)
         assert await ask(session, up.url, PROMPT, cache_salt="y") == want
-        assert (await decisions(session, up.url))["no_prefill_engine"] == 1
+        assert (await decisions(session, up.url))["no_prefill_engine"] == before["no_prefill_engine"] + 1
         up.cont("prefill-0")
+        while not all(engine["healthy"] for engine in (await get_json(session, f"{up.url}/status"))["engines"]):
+            await asyncio.sleep(0.05)
 
         up.kill("decode-0")
         while (await get_json(session, f"{up.url}/status"))["engines"][1]["healthy"]:

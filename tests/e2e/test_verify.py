@@ -17,7 +17,6 @@ RANK_LENGTHS, NUM_RANK_CASES = "1,16,33,48,80", 5
 pytestmark = pytest.mark.usefixtures("forks")
 
 
-@pytest.mark.timeout(360)
 @pytest.mark.parametrize(
     "flags",
     [

@@ -9,7 +9,6 @@ from testkit.processes.verifying import verify
 pytestmark = pytest.mark.usefixtures("forks")
 
 
-@pytest.mark.timeout(360)
 @pytest.mark.parametrize(
     "fault", ["drop", "drop-draft", "shift-page", "corrupt", "drop-last-page", "stale-seed", "fail"]
 )

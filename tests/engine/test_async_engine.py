@@ -75,7 +75,7 @@ async def test_no_request_waits_for_a_thread_that_died_as_it_came(monkeypatch: p
 
     def make_request(*arguments: Any) -> Request:
         core.post(lambda: None)
-        thread_of(engine).join(20)
+        thread_of(engine).join(60)
         return whole(*arguments)
 
     engine.start()
@@ -122,7 +122,7 @@ async def test_a_request_id_that_is_used_again_at_once_gets_its_own_tokens_alone
         first = engine.generate(request("same", [1, 2], params))
         await anext(first)
         held = threading.Event()
-        engine_of(engine).core.post(lambda: (held.wait(20), None)[1])
+        engine_of(engine).core.post(lambda: (held.wait(60), None)[1])
         await first.aclose()
         second = engine.generate(request("same", [3, 4], params))
         begun = asyncio.ensure_future(anext(second))

@@ -358,7 +358,7 @@ def handed_over(mutant: Mutant, trials: Any, patch: Patch | None) -> Cell:
             mutant.breaks(patch, two)
         if patch is not None and mutant.shows == HELD:
             return Cell(failures=held(two, alone))
-        return compare(two, alone, limit_s=60.0)
+        return compare(two, alone, limit_s=300.0)
 
 
 def held(two: Pair, alone: dict[Case, Stream]) -> list[str]:

@@ -172,7 +172,7 @@ async def test_an_engine_that_can_compute_nothing_fails_as_a_whole(
         monkeypatch.setattr(ModelRunner, broken, fail)
         with pytest.raises(EngineUnavailableError, match="RuntimeError"):
             await answers(engine)
-        await asyncio.wait_for(asyncio.to_thread(thread_of(engine).join), 30)
+        await asyncio.wait_for(asyncio.to_thread(thread_of(engine).join), 60)
         assert failures == ["the engine failed: RuntimeError('the device is gone')"]
         engine.on_failure(failures.append)  # registered late, but called at once
         assert len(failures) == 2

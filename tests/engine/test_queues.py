@@ -227,7 +227,7 @@ def test_a_request_that_began_earlier_elsewhere_keeps_its_place(alone: Stepped) 
 
 def test_a_limit_to_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = prompts([30, 31])
-    with cluster(tmp_path, 1, 17, max_num_seqs=1, queue_timeout_s=5.0) as one:
+    with cluster(tmp_path, 1, 17, max_num_seqs=1, queue_timeout_s=50.0) as one:
         legs = [one.legs(str(i), one.prefills[0], one.decodes[0], p, params(50), "push") for i, p in enumerate(given)]
         streams = {}
         for i, (prefill, decode) in enumerate(legs):
@@ -238,11 +238,11 @@ def test_a_limit_to_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             assert time.monotonic() < until
             for engine in (*one.prefills, *one.decodes):
                 engine.step()
-        late = time.monotonic() + 6.0
+        late = time.monotonic() + 51.0
         monkeypatch.setattr("baton.clock.time.monotonic", lambda: late)
         one.decodes[0].step()
         monkeypatch.undo()
-        assert streams["1"].error == "queue_timeout: no room within 5 s"
+        assert streams["1"].error == "queue_timeout: no room within 50 s"
         assert not streams["1"].recoverable
         assert to_api_error(error_of_chunk(streams["1"].error)).status == 503
         one.run(streams)

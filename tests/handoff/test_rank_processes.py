@@ -73,7 +73,7 @@ class Remote:
     def end(self) -> None:
         if self.process.is_alive():
             self.pipe.send(None)
-        self.process.join(20)
+        self.process.join(60)
         self.process.kill()
 
 
@@ -131,5 +131,5 @@ def test_a_killed_rank_ends_the_whole(engines: tuple[Engine, Engine], mode: str)
     settle(d)
     # The dead rank proves nothing, so P's engine is not told that its pages are free.
     p.remotes[0].end()  # type: ignore[attr-defined]
-    p.remotes[0].listener.join(20)  # type: ignore[attr-defined]
+    p.remotes[0].listener.join(60)  # type: ignore[attr-defined]
     assert p.events.empty(), "all events of the other rank have come"

@@ -140,7 +140,7 @@ def test_all_threads_run_before_the_first_call(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(RuntimeError, match="can't start new thread"):
             started_executor(3, "y")
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("y")]
-        assert [future.result(30) for future in [executor.submit(int, i) for i in range(9)]] == [*range(9)]
+        assert [future.result(60) for future in [executor.submit(int, i) for i in range(9)]] == [*range(9)]
 
 
 def test_copies_need_no_new_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def test_copies_need_no_new_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         """The first one holds its thread."""
         if not began.is_set():
             began.set()
-            assert go_on.wait(30)
+            assert go_on.wait(60)
         return put(self, *arguments)
 
     def no_thread(self: threading.Thread) -> None:
@@ -160,16 +160,16 @@ def test_copies_need_no_new_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     try:
         near.register([near.allocate("near", 64)])
-        peers = [near.connect(far.register([far.allocate("far", 64)])).result(30) for far in others]
+        peers = [near.connect(far.register([far.allocate("far", 64)])).result(60) for far in others]
         monkeypatch.setattr(FileStore, "put", slow)
         monkeypatch.setattr(threading.Thread, "start", no_thread)
         copies = CopyList(0, 0, *[np.array([8], dtype=np.int64)] * 3)
         first = near.submit(peers[0], "write", copies)
-        assert began.wait(30)
+        assert began.wait(60)
         second = near.submit(peers[1], "write", copies)
-        assert second.wait(30) == "done", second.error
+        assert second.wait(60) == "done", second.error
         go_on.set()
-        assert first.wait(30) == "done", first.error
+        assert first.wait(60) == "done", first.error
     finally:
         go_on.set()
         monkeypatch.undo()

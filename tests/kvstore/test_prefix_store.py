@@ -252,7 +252,7 @@ def test_a_slow_disk_takes_no_more_than_a_quarter_of_the_pages(
     go_on, put = threading.Event(), FileStore.put
 
     def slow(*arguments: Any, **named: Any) -> str:
-        assert go_on.wait(30)
+        assert go_on.wait(60)
         return put(*arguments, **named)
 
     monkeypatch.setattr(FileStore, "put", slow)

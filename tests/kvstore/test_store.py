@@ -159,7 +159,7 @@ def test_every_request_is_answered_whatever_fails(tmp_path: Path, monkeypatch: p
     near, far = pair(tmp_path)
     try:
         near.register([near.allocate("near", 64)])
-        peer = near.connect(far.register([far.allocate("far", 64)])).result(30)
+        peer = near.connect(far.register([far.allocate("far", 64)])).result(60)
 
         def fail(*arguments: Any) -> None:
             raise MemoryError
@@ -187,12 +187,12 @@ def test_nothing_is_written_for_one_who_is_gone(tmp_path: Path, monkeypatch: pyt
         own = near.allocate("near", 64)
         own[:] = 7
         near.register([own])
-        peer = near.connect(far.register([memory])).result(30)
+        peer = near.connect(far.register([memory])).result(60)
 
         def slow(self: FileStore, key: str) -> Any:
             entry = get(self, key)
             reading.set()
-            assert go_on.wait(20)
+            assert go_on.wait(60)
             return entry
 
         monkeypatch.setattr(FileStore, "get", slow)
@@ -211,7 +211,7 @@ def test_text_that_is_none_ends_the_line(tmp_path: Path) -> None:
     near, far = pair(tmp_path)
     try:
         near.register([near.allocate("near", 64)])
-        peer = near.connect(far.register([far.allocate("far", 64)])).result(30)
+        peer = near.connect(far.register([far.allocate("far", 64)])).result(60)
         runs: Runs = np.array([[1], [8]], dtype=np.int64)
         frame = msgspec.msgpack.encode(["ask", 1, "write", "key", runs.tobytes()]).replace(b"key", b"k\xffy")
         peer.line.send(frame)  # type: ignore[attr-defined]

@@ -30,7 +30,7 @@ print(resident() - before)
 def grown(**environment: str) -> int:
     kept = {name: value for name, value in os.environ.items() if not name.endswith("_CACHE_CAPACITY")}
     command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(command, env=kept | environment, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, env=kept | environment, capture_output=True, text=True, timeout=300, check=True)
     return int(done.stdout)
 
 

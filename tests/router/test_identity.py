@@ -39,7 +39,7 @@ async def problem_of(session: aiohttp.ClientSession, url: str, number: int) -> s
 
 
 async def wait_for_problem(session: aiohttp.ClientSession, url: str, number: int, text: str) -> None:
-    for _ in range(2000):
+    for _ in range(6000):
         if text in await problem_of(session, url, number):
             return
         await asyncio.sleep(0.01)

@@ -354,7 +354,7 @@ async def test_a_request_with_nothing_to_lose_leaves_a_silent_engine_at_once(dir
             assert not asked.done()
             asked.cancel()
         else:
-            async with timeout(30):
+            async with timeout(60):
                 status, answer = await asked
             assert status == 200, answer
             assert bare(answer) == await expected_answer(directory, session)
@@ -551,7 +551,7 @@ async def test_a_decode_engine_that_hangs_is_given_up(directory: Path) -> None:
 
     hangs.load = load  # type: ignore[method-assign]
     async with cluster.run(timers=SILENT) as (url, session):
-        status, answer = await asyncio.wait_for(complete(session, url), 30)
+        status, answer = await asyncio.wait_for(complete(session, url), 60)
         assert status == 200, answer
         assert bare(answer) == await expected_answer(directory, session)
         assert len(hangs.requests) == 1

@@ -135,7 +135,7 @@ def test_answers_go_on_while_nobody_reads_the_log(directory: str) -> None:
             url = next(at[1].decode() for line in up.stderr if (at := re.search(rb"ready: (http\S+)", line)))
             for _ in range(40):
                 body = json.dumps({"prompt": "a", "max_tokens": 3}).encode()
-                urllib.request.urlopen(urllib.request.Request(f"{url}/completions", data=body), timeout=20).close()
+                urllib.request.urlopen(urllib.request.Request(f"{url}/completions", data=body), timeout=60).close()
             said = os.read(up.stderr.fileno(), 4096)
         finally:
             up.terminate()

@@ -97,7 +97,7 @@ def test_a_cut_is_remembered_for_its_pair_alone() -> None:
 
 def test_the_first_seed_is_drawn_and_printed() -> None:
     command = [sys.executable, "-m", "simulation", "--seeds", "1", "--workers", "1"]
-    printed = [subprocess.run(command, capture_output=True, text=True, timeout=60).stdout for _ in range(2)]
+    printed = [subprocess.run(command, capture_output=True, text=True, timeout=300).stdout for _ in range(2)]
     firsts = [re.search(r"--first-seed (\d+)\)", text) for text in printed]
     assert None not in firsts
     assert len({match.group(1) for match in firsts if match}) == 2
@@ -111,7 +111,7 @@ def test_a_seed_replays() -> None:
         [sys.executable, "-m", "simulation", "--seed", "7", "--trace"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
         env={**os.environ, "PYTHONHASHSEED": "12345"},
     )
@@ -138,7 +138,7 @@ def test_an_unknown_fault_is_refused() -> None:
         [sys.executable, "-m", "simulation", "--faults", "gremlins"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert run.returncode == 2
     assert "gremlins" in run.stderr

@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,15 @@ def test_a_worn_grammar_that_takes_long_to_compile_is_not_compiled_between_steps
     compiled = Compiled(compile_it, 8, longest_s=-1.0)
     assert not compiled.renew()
     assert (compiled.is_worn, len(made)) == (True, 1)
+
+
+def test_a_grammar_whose_compilation_waited_for_a_core_is_compiled_again() -> None:
+    def compile_it() -> Any:
+        time.sleep(0.3)
+
+    compiled = Compiled(compile_it, 8)
+    assert compiled.renew()
+    assert not compiled.is_worn
 
 
 def test_a_draft_after_which_the_grammar_fails_is_not_followed(grammars: Grammars, tokenizer: Tokenizer) -> None:
@@ -263,13 +273,14 @@ HOSTILE = {
 
 def test_hostile_grammars_are_refused_in_time(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     grammars.check(KINDS[1])
-    monkeypatch.setattr("baton.structured.checker.CHECK_LIMIT_S", 1.0)
-    for name, hostile in HOSTILE.items():
-        hostile.check()
-        with pytest.raises(RequestError) as refused:
-            grammars.check(hostile)
-        assert refused.value.param == "structured_outputs", name
-        assert len(str(refused.value)) < 400, name
+    with monkeypatch.context() as patch:
+        patch.setattr("baton.structured.checker.CHECK_LIMIT_S", 1.0)
+        for name, hostile in HOSTILE.items():
+            hostile.check()
+            with pytest.raises(RequestError) as refused:
+                grammars.check(hostile)
+            assert refused.value.param == "structured_outputs", name
+            assert len(str(refused.value)) < 400, name
     grammars.check(StructuredOutputsParams(regex="sound"))  # by a new process
 
 

@@ -22,7 +22,7 @@ from tools.install_sglang import (
 
 def run(directory: Path) -> str:
     command = [sys.executable, str(ROOT / "tools" / "install_sglang.py"), "--if-kept", "--directory", str(directory)]
-    done = subprocess.run([*command, "echo", "it ran"], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([*command, "echo", "it ran"], capture_output=True, text=True, check=True, timeout=300)
     return done.stdout
 
 

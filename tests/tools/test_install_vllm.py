@@ -82,7 +82,7 @@ def test_those_that_come_meanwhile_wait(installer: Installer, tmp_path: Path) ->
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert len(done) == 4
     assert installer.versions == ["0.32.0"]
 
@@ -97,7 +97,7 @@ def test_it_is_not_renewed_while_somebody_uses_it(installer: Installer, tmp_path
         other.start()
         other.join(0.5)
         assert installer.versions == ["0.32.0"]
-    other.join(20)
+    other.join(60)
     assert installer.versions == ["0.32.0", "0.31.0"]
 
 

@@ -141,11 +141,11 @@ def test_copies_just_its_bytes(direction: Direction, one_process: bool, request:
     try:
         mine, theirs = (allocation.bytes for allocation in allocations)
         mine[:], theirs[:] = pattern(mine.size, 1), pattern(theirs.size, 2)
-        peer = near.connect(descriptor).result(10)
+        peer = near.connect(descriptor).result(60)
         source, dest = (mine, theirs) if direction == "write" else (theirs, mine)
         expected, kept = dest.copy(), source.copy()
         expected[512 + 70 : 512 + 270] = source[32768 + 33 : 32768 + 233]
-        assert near.submit(peer, direction, copies(33, 70, 200, 0, 1)).wait(10) == "done"
+        assert near.submit(peer, direction, copies(33, 70, 200, 0, 1)).wait(60) == "done"
         assert np.array_equal(dest, expected)
         assert np.array_equal(source, kept)
         with pytest.raises(ProtocolError, match="lies outside"):
@@ -191,8 +191,8 @@ def test_regions_that_were_not_opened_are_not_reached() -> None:
             claimed = msgspec.structs.replace(parsed, regions=[(start, 4096)])
             error = near.connect(msgspec.msgpack.encode(claimed)).exception(10)
             if error is None:  # its first byte was read: the last one is outside
-                peer = near.connect(msgspec.msgpack.encode(claimed)).result(10)
-                assert near.submit(peer, "write", copies(0, 0, 4096)).wait(10) == "failed"
+                peer = near.connect(msgspec.msgpack.encode(claimed)).result(60)
+                assert near.submit(peer, "write", copies(0, 0, 4096)).wait(60) == "failed"
                 assert not peer.alive()
             else:
                 assert "lies in no region" in str(error)

@@ -102,7 +102,7 @@ def test_descriptors_name_device_and_kind_of_memory() -> None:
             ([(bounce, 64, 0, "")], "DRAM"),
             ([(1 << 42, 4096, 3, "")], "VRAM"),
         ]
-        peer = near.connect(descriptor).result(30)
+        peer = near.connect(descriptor).result(60)
         assert peer.region_sizes == [4096, 8192]
         # A byte of each region is read to the host.
         name = agent_of(far).name
@@ -118,7 +118,7 @@ def test_descriptors_name_device_and_kind_of_memory() -> None:
 
         memory = host.allocate("host", 64)
         host.register([memory])
-        host.connect(descriptor).result(30)
+        host.connect(descriptor).result(60)
         assert agent_of(host).copies[0][1][1] == "DRAM"
         assert agent_of(host).copies[0][2] == ([[1 << 40, 1, 0]], "VRAM")
     finally:
@@ -131,7 +131,7 @@ def test_a_write_that_is_posted_in_part_has_failed() -> None:
     near, far = nixl_transport(), nixl_transport()
     try:
         near.register([memory_of(3, 1 << 42, 64)])
-        peer = near.connect(far.register([memory_of(0, 1 << 40, 64)])).result(30)
+        peer = near.connect(far.register([memory_of(0, 1 << 40, 64)])).result(60)
         before = agent_of(far).rounds
         agent_of(near).breaks = True
         operation = near.submit(peer, "write", CopyList(0, 0, *[np.array([8], dtype=np.int64)] * 3))

@@ -92,7 +92,7 @@ class FakeLibrary(Library):
             then()
 
     def receive_rest(self) -> None:
-        assert self.may_receive_rest.wait(20)
+        assert self.may_receive_rest.wait(60)
 
 
 class Side:
@@ -141,7 +141,7 @@ def sides(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 def test_queued_operations_end_with_the_connection(sides: tuple[Side, Side]) -> None:
     near, far = sides
-    peer = near.transport.connect(far.descriptor).result(30)
+    peer = near.transport.connect(far.descriptor).result(60)
     first, *queued = [near.submit(peer) for _ in range(4)]
     far.library.may_receive_rest.clear()
     near.settle("failed")
@@ -154,7 +154,7 @@ def test_queued_operations_end_with_the_connection(sides: tuple[Side, Side]) -> 
 def test_a_write_that_failed_ends_once_the_peer_has_taken_in_what_was_sent(sides: tuple[Side, Side]) -> None:
     """Its bytes may still arrive at the peer, whose pages must not belong to another request by then."""
     near, far = sides
-    peer = near.transport.connect(far.descriptor).result(30)
+    peer = near.transport.connect(far.descriptor).result(60)
     operation = near.submit(peer)
     far.library.may_receive_rest.clear()
     near.settle("failed")
@@ -165,7 +165,7 @@ def test_a_write_that_failed_ends_once_the_peer_has_taken_in_what_was_sent(sides
     far.library.may_receive_rest.set()
     assert operation.wait(60) == "failed"
     assert operation.error == "fake: a batch failed"
-    again = near.transport.connect(far.descriptor).result(30)
+    again = near.transport.connect(far.descriptor).result(60)
     near.library.batches.clear()
     operation = near.submit(again)
     near.settle("done")
@@ -175,7 +175,7 @@ def test_a_write_that_failed_ends_once_the_peer_has_taken_in_what_was_sent(sides
 @pytest.mark.parametrize("sides", [True], indirect=True)
 def test_a_write_that_failed_ends_when_the_peer_cannot_be_asked(sides: tuple[Side, Side]) -> None:
     near, far = sides
-    peer = near.transport.connect(far.descriptor).result(30)
+    peer = near.transport.connect(far.descriptor).result(60)
     assert isinstance(peer, RemotePeer)
     operation = near.submit(peer)
     far.library.may_receive_rest.clear()
@@ -189,7 +189,7 @@ def test_a_write_that_failed_ends_when_the_peer_cannot_be_asked(sides: tuple[Sid
 @pytest.mark.parametrize("sides", [True], indirect=True)
 def test_a_read_that_failed_is_quiet(sides: tuple[Side, Side]) -> None:
     near, far = sides
-    peer = near.transport.connect(far.descriptor).result(30)
+    peer = near.transport.connect(far.descriptor).result(60)
     operation = near.submit(peer, "read")
     far.library.may_receive_rest.clear()
     near.settle("failed")
@@ -203,7 +203,7 @@ def test_a_connection_is_cut_when_its_batch_has_ended(
 ) -> None:
     """A library can neither stop a batch nor tell, once its peer is removed, whether it still runs."""
     near, far = sides
-    peer = near.transport.connect(far.descriptor).result(30)
+    peer = near.transport.connect(far.descriptor).result(60)
     operation = near.submit(peer, direction)
     near.batch()
     near.transport.disconnect(peer)
@@ -218,11 +218,11 @@ def test_a_connection_is_cut_when_its_batch_has_ended(
 def test_a_connection_with_a_batch_under_way_is_used_again(sides: tuple[Side, Side]) -> None:
     """A new endpoint would lose the handle of the old batch."""
     near, far = sides
-    old = near.transport.connect(far.descriptor).result(30)
+    old = near.transport.connect(far.descriptor).result(60)
     first = near.submit(old)
     near.batch()
     near.transport.disconnect(old)
-    new = near.transport.connect(far.descriptor).result(30)
+    new = near.transport.connect(far.descriptor).result(60)
     near.settle("done")
     assert first.wait(60) == "failed"
     near.library.batches.clear()
@@ -237,7 +237,7 @@ def test_a_connection_with_a_batch_under_way_is_used_again(sides: tuple[Side, Si
 @pytest.mark.parametrize("sides", [False], indirect=True)
 def test_a_word_of_the_peer_proves_nothing_of_what_this_side_does(sides: tuple[Side, Side]) -> None:
     near, far = sides
-    peer = near.transport.connect(far.descriptor).result(30)
+    peer = near.transport.connect(far.descriptor).result(60)
     operation = near.submit(peer)
     near.settle("failed")
     eventually(lambda: not peer.alive())
@@ -251,15 +251,15 @@ def test_copies_that_begin_together_do_not_each_take_a_turn(
 ) -> None:
     near, far = sides
     monkeypatch.setattr(driver, "_TURN_S", 60.0)  # a busy machine may take a turn's time for one step
-    peer = near.transport.connect(far.descriptor).result(30)
+    peer = near.transport.connect(far.descriptor).result(60)
     near.library.begins = "done"
     held = threading.Event()
-    driver_of(near.transport).post(lambda: [held.wait(30)].clear())
+    driver_of(near.transport).post(lambda: [held.wait(60)].clear())
     operations = [near.submit(peer) for _ in range(20)]
     before, after = near.library.turns, []
     operations[-1].add_done_callback(lambda: after.append(near.library.turns))
     held.set()
-    assert [operation.wait(30) for operation in operations] == ["done"] * 20
+    assert [operation.wait(60) for operation in operations] == ["done"] * 20
     eventually(lambda: after)
     assert after[0] - before < 20
 
@@ -274,12 +274,12 @@ def test_a_call_runs_though_its_wake_was_taken(sides: tuple[Side, Side]) -> None
 
     library.at_end_of_turn = progress
     own.lifeline.wake()
-    assert ran.wait(20)
+    assert ran.wait(60)
 
 
 def test_a_cancel_does_not_wait_for_what_is_before_it(sides: tuple[Side, Side]) -> None:
     near, far = sides
-    peer = near.transport.connect(far.descriptor).result(30)
+    peer = near.transport.connect(far.descriptor).result(60)
     stuck, queued = near.submit(peer), near.submit(peer)
     near.batch()
     near.transport.cancel(queued)
@@ -293,7 +293,7 @@ def test_a_cancel_does_not_wait_for_what_is_before_it(sides: tuple[Side, Side]) 
 
 def test_stuck_operations_hold_up_no_disconnect(sides: tuple[Side, Side]) -> None:
     near, far = sides
-    peer = near.transport.connect(far.descriptor).result(30)
+    peer = near.transport.connect(far.descriptor).result(60)
     operations = [near.submit(peer) for _ in range(20)]
     near.batch()
     near.transport.disconnect(peer)
@@ -302,11 +302,11 @@ def test_stuck_operations_hold_up_no_disconnect(sides: tuple[Side, Side]) -> Non
 
 def test_the_end_of_a_broken_connection_leaves_the_next_one_alone(sides: tuple[Side, Side]) -> None:
     near, far = sides
-    old = near.transport.connect(far.descriptor).result(30)
+    old = near.transport.connect(far.descriptor).result(60)
     near.submit(old)
     near.settle("failed")
     eventually(lambda: not old.alive())
-    new = near.transport.connect(far.descriptor).result(30)
+    new = near.transport.connect(far.descriptor).result(60)
     near.transport.disconnect(old)
     assert new.alive()
     near.library.batches.clear()
@@ -317,7 +317,7 @@ def test_the_end_of_a_broken_connection_leaves_the_next_one_alone(sides: tuple[S
 
 def test_a_close_with_a_copy_under_way_proves_nothing_to_the_peer(sides: tuple[Side, Side]) -> None:
     near, far = sides
-    peer, back = near.transport.connect(far.descriptor).result(30), far.transport.connect(near.descriptor).result(30)
+    peer, back = near.transport.connect(far.descriptor).result(60), far.transport.connect(near.descriptor).result(60)
     operation = near.submit(peer)
     near.batch()
     near.transport.close()
@@ -365,9 +365,9 @@ def test_descriptors_that_are_no_text_are_refused(sides: tuple[Side, Side]) -> N
     broken = far.descriptor.replace(b"127.0.0.1", b"127.0.0.\xff")
     assert broken != far.descriptor
     with pytest.raises(ProtocolError, match="not a descriptor"):
-        near.transport.connect(broken).result(30)
+        near.transport.connect(broken).result(60)
     with pytest.raises(ProtocolError, match="no numeric address: 'localhos1'"):
-        near.transport.connect(far.descriptor.replace(b"127.0.0.1", b"localhos1")).result(30)
+        near.transport.connect(far.descriptor.replace(b"127.0.0.1", b"localhos1")).result(60)
 
 
 # ---------------------------------------------------------------- lifelines
@@ -480,7 +480,7 @@ def test_the_bytes_a_socket_may_hold_are_the_kernels_limits(tmp_path: Path) -> N
 
 def test_a_fence_takes_in_all_that_sockets_hold(sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch) -> None:
     near, far = sides
-    peer = near.transport.connect(far.descriptor).result(30)
+    peer = near.transport.connect(far.descriptor).result(60)
     turns: list[float] = []
     lifeline = driver_of(near.transport).lifeline
     real = lifeline.wait
@@ -506,7 +506,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     def copy(endpoint: str, near: list[int], far: list[int], nbytes: list[int]) -> int:
         if nbytes != [1]:
-            go_on.wait(20)
+            go_on.wait(60)
         return 0
 
     fake = SimpleNamespace(
@@ -528,7 +528,7 @@ def test_mooncakes_memory_outlives_a_batch_that_outlives_the_transport(engine: S
     near, far = create_transport("mooncake"), create_transport("mooncake")
     region = near.allocate("near", 64)
     near.register([region])
-    peer = near.connect(far.register([far.allocate("far", 64)])).result(30)
+    peer = near.connect(far.register([far.allocate("far", 64)])).result(60)
     near.submit(peer, "write", CopyList(0, 0, *[np.array([8], dtype=np.int64)] * 3))
     assert isinstance(peer, RemotePeer)
     eventually(lambda jobs=peer.jobs: jobs and jobs[0].handle is not None)

@@ -61,7 +61,7 @@ def test_a_stopped_peer_proves_nothing_until_it_is_dead(
     try:
         region = near.allocate("near", size)
         near.register([region])
-        peer = near.connect(far.descriptor).result(30)
+        peer = near.connect(far.descriptor).result(60)
         os.kill(process_of(far).pid, signal.SIGSTOP)
         operation = near.submit(peer, "write", run_of(size), "stuck")
         assert operation.wait(0.5) == "pending"
@@ -72,7 +72,7 @@ def test_a_stopped_peer_proves_nothing_until_it_is_dead(
         far.kill()
         eventually(peer.fenced)
         assert not peer.alive()
-        assert operation.wait(40) == "failed"
+        assert operation.wait(60) == "failed"
         assert operation.error
     finally:
         far.kill()
@@ -88,18 +88,18 @@ def test_a_cancel_issues_no_further_batch(scheme: str, tmp_path: Path) -> None:
         own, theirs = near.allocate("near", size), far.allocate("far", size)
         own[:] = 1
         near.register([own])
-        peer = near.connect(far.register([theirs])).result(30)
+        peer = near.connect(far.register([theirs])).result(60)
         for _ in range(10):
             operation = near.submit(peer, "write", run_of(size), "long")
             near.cancel(operation)
-            assert operation.wait(30) != "pending"
+            assert operation.wait(60) != "pending"
             if operation.error is not None:
                 break  # otherwise everything was copied before this thread continued, as may happen on busy cores
         theirs[:] = 0
         assert operation.error is not None
         assert operation.error.startswith("cancelled after ")
         later = near.submit(peer, "write", run_of(16, 0, 32), "later")
-        assert later.wait(30) == "done"
+        assert later.wait(60) == "done"
         assert int(theirs.sum()) == 16
     finally:
         far.close()
@@ -122,16 +122,16 @@ def test_nothing_moves_after_the_end_of_an_operation_that_was_disconnected(
         descriptor = far.register([sides[1]])
         source, dest = sides if direction == "write" else sides[::-1]
         source[:] = 1
-        peer = near.connect(descriptor).result(30)
+        peer = near.connect(descriptor).result(60)
         for _ in range(3):
             operation = near.submit(peer, direction, run_of(size), "under way")
             time.sleep(0.001)
             near.disconnect(peer)
-            assert operation.wait(30) != "pending"
+            assert operation.wait(60) != "pending"
             dest[:] = 0
-            peer = near.connect(descriptor).result(30)  # a byte of each region has come since
+            peer = near.connect(descriptor).result(60)  # a byte of each region has come since
             assert not dest.any()
-        assert near.submit(peer, direction, run_of(size), "again").wait(30) == "done"
+        assert near.submit(peer, direction, run_of(size), "again").wait(60) == "done"
         assert bool(dest.all())
     finally:
         far.close()
@@ -151,10 +151,10 @@ def test_copies_end_with_a_peer_of_another_host(
         near.register([near.allocate("near", size)])
         contact = msgspec.msgpack.decode(far.descriptor, type=RemoteDescriptor).contact
         elsewhere = msgspec.structs.replace(contact, host_key="another host")
-        peer = near.connect(altered(far.descriptor, contact=elsewhere)).result(30)
+        peer = near.connect(altered(far.descriptor, contact=elsewhere)).result(60)
         operations = [near.submit(peer, "write", run_of(size), f"{i}") for i in range(4)]
         far.kill()
-        assert all(operation.wait(40) != "pending" for operation in operations)
+        assert all(operation.wait(60) != "pending" for operation in operations)
         assert not peer.alive()
         assert not peer.fenced()
     finally:
@@ -177,8 +177,8 @@ def test_idle_transports_sleep(scheme: str, tmp_path: Path, monkeypatch: pytest.
     near, far = create_transport(uri), create_transport(uri)
     try:
         near.register([near.allocate("near", 4096)])
-        peer = near.connect(far.register([far.allocate("far", 4096)])).result(30)
-        assert near.submit(peer, "write", run_of(4096)).wait(30) == "done"
+        peer = near.connect(far.register([far.allocate("far", 4096)])).result(60)
+        assert near.submit(peer, "write", run_of(4096)).wait(60) == "done"
         assert len(waits) == 2
         eventually(lambda: all(timeouts[-1] == driver.IDLE_S for timeouts in waits.values()))
     finally:
@@ -192,10 +192,10 @@ def test_peer_objects_share_an_endpoint(tmp_path: Path) -> None:
     try:
         near.register([near.allocate("near", 64)])
         descriptor = far.register([far.allocate("far", 64)])
-        one, two = near.connect(descriptor).result(30), near.connect(descriptor).result(30)
+        one, two = near.connect(descriptor).result(60), near.connect(descriptor).result(60)
         near.disconnect(one)
         assert (one.alive(), two.alive()) == (False, True)
-        assert near.submit(two, "write", run_of(64)).wait(30) == "done"
+        assert near.submit(two, "write", run_of(64)).wait(60) == "done"
     finally:
         far.close()
         near.close()
@@ -212,7 +212,7 @@ def test_peers_that_never_answer_hold_no_thread_and_no_connection(
     try:
         near.register([near.allocate("near", 64)])
         far = mute.register([mute.allocate("mute", 64)])
-        peer = near.connect(good.register([good.allocate("good", 64)])).result(30)
+        peer = near.connect(good.register([good.allocate("good", 64)])).result(60)
         monkeypatch.setattr(library_of(mute), "_answer_peer", lambda line, ask: None)
         monkeypatch.setattr(remote_module, "CALL_TIMEOUT_S", 0.3)
         files, threads = open_files(), threading.active_count()
@@ -220,7 +220,7 @@ def test_peers_that_never_answer_hold_no_thread_and_no_connection(
         for attempt in attempts:
             with pytest.raises(TransportError, match="does not answer"):
                 attempt.result(60)
-        assert near.submit(peer, "write", run_of(64)).wait(30) == "done"
+        assert near.submit(peer, "write", run_of(64)).wait(60) == "done"
         eventually(lambda: driver_of(near).peers == [peer])
         attempts.clear()  # their errors' tracebacks hold the watch of a process
         del attempt
@@ -242,7 +242,7 @@ def test_a_write_is_pending_until_the_peer_has_answered(tmp_path: Path, monkeypa
         theirs[:] = 7
         near.register([own])
         descriptor = far.register([theirs])
-        writer, reader = near.connect(descriptor).result(30), near.connect(descriptor).result(30)
+        writer, reader = near.connect(descriptor).result(60), near.connect(descriptor).result(60)
         library, held = library_of(far), []
         assert isinstance(library, FileLibrary)
         serve = library._answer_peer
@@ -250,12 +250,12 @@ def test_a_write_is_pending_until_the_peer_has_answered(tmp_path: Path, monkeypa
         write, read = near.submit(writer, "write", run_of(32)), near.submit(reader, "read", run_of(32, 32, 32))
         eventually(lambda: len(held) == 2)
         near.disconnect(reader)
-        assert read.wait(30) == "failed"
+        assert read.wait(60) == "failed"
         near.disconnect(writer)
         assert write.wait(0.2) == "pending"
         for line, ask in held:
             serve(line, ask)
-        assert write.wait(30) != "pending"
+        assert write.wait(60) != "pending"
         assert (int(own.sum()), int(theirs[:32].sum())) == (0, 0)
     finally:
         far.close()
@@ -303,7 +303,7 @@ def test_another_store_is_named_as_the_cause(far: RemoteTransport, tmp_path: Pat
     try:
         near.register([near.allocate("near", 64)])
         with pytest.raises(TransportError, match="do both engines use one directory"):
-            near.connect(descriptor).result(30)
+            near.connect(descriptor).result(60)
     finally:
         near.close()
 
@@ -512,4 +512,4 @@ def test_a_process_with_nixl_ends_well(tmp_path: Path) -> None:
         f"create_transport({uri!r}).close()\n"
         "assert order[0] == 'libibverbs.so.1' and any('nixl' in name for name in order[1:]), order\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

@@ -145,11 +145,11 @@ def test_regions_must_be_own_memory(transport: ShmTransport) -> None:
 
 def test_regions_may_be_parts_of_one_segment(transport: ShmTransport) -> None:
     pool = transport.allocate("pool", 4096)
-    peer = transport.connect(transport.register([pool[:100], pool[1000:1200]])).result(30)
+    peer = transport.connect(transport.register([pool[:100], pool[1000:1200]])).result(60)
     assert list(peer.region_sizes) == [100, 200]
     pool[:100] = 3
     at = np.array([5], dtype=np.int64)
-    assert transport.submit(peer, "write", CopyList(0, 1, at, at * 2, at)).wait(30) == "done"
+    assert transport.submit(peer, "write", CopyList(0, 1, at, at * 2, at)).wait(60) == "done"
     assert pool[1010:1015].tolist() == [3] * 5
     assert int(pool[100:].sum()) == 15
 
@@ -248,7 +248,7 @@ def forge(name: str, nbytes: int, regions: list[list[int]]) -> bytes:
 )
 def test_strange_names_are_refused(transport: ShmTransport, name: str) -> None:
     with pytest.raises(ProtocolError, match="not a name of a shared memory segment"):
-        transport.connect(forge(name, 4096, [[0, 0, 16]])).result(30)
+        transport.connect(forge(name, 4096, [[0, 0, 16]])).result(60)
 
 
 @pytest.mark.parametrize("region", [[1, 0, 16], [-1, 0, 16], [0, -1, 16], [0, 4090, 16], [0, 0, 0], [0, 2**62, 2**62]])
@@ -256,7 +256,7 @@ def test_regions_outside_their_segment_are_refused(transport: ShmTransport, regi
     transport.allocate("pool", 4096)
     (name,) = segments(os.getpid())
     with pytest.raises(ProtocolError, match=r"outside its segment|not a descriptor"):
-        transport.connect(forge(name, 4096, [region])).result(30)
+        transport.connect(forge(name, 4096, [region])).result(60)
 
 
 def test_wrong_size_mode_or_kind_is_refused(transport: ShmTransport) -> None:
@@ -264,17 +264,17 @@ def test_wrong_size_mode_or_kind_is_refused(transport: ShmTransport) -> None:
     (name,) = segments(os.getpid())
     path = os.path.join(SHM_DIR, name)
     with pytest.raises(TransportError, match="no private file of 8192 bytes"):
-        transport.connect(forge(name, 8192, [[0, 0, 16]])).result(30)
+        transport.connect(forge(name, 8192, [[0, 0, 16]])).result(60)
     os.chmod(path, 0o644)
     with pytest.raises(TransportError, match="no private file"):
-        transport.connect(forge(name, 4096, [[0, 0, 16]])).result(30)
+        transport.connect(forge(name, 4096, [[0, 0, 16]])).result(60)
     with pytest.raises(TransportError, match="cannot open shared memory"):
-        transport.connect(forge("baton-1-2-0123456789abcdef", 4096, [[0, 0, 16]])).result(30)
+        transport.connect(forge("baton-1-2-0123456789abcdef", 4096, [[0, 0, 16]])).result(60)
     link = os.path.join(SHM_DIR, f"{name[:-4]}beef")
     os.symlink(path, link)
     try:
         with pytest.raises(TransportError, match="cannot open shared memory"):
-            transport.connect(forge(os.path.basename(link), 4096, [[0, 0, 16]])).result(30)
+            transport.connect(forge(os.path.basename(link), 4096, [[0, 0, 16]])).result(60)
     finally:
         os.unlink(link)
 
@@ -285,13 +285,13 @@ def test_one_descriptor_costs_few_files(transport: ShmTransport) -> None:
     before = open_files()
     twice = {"type": "baton-shm-2", "host_key": "", "segments": [[name, 4096]] * 2, "regions": []}
     with pytest.raises(ProtocolError, match="and differ"):
-        transport.connect(msgspec.msgpack.encode(twice)).result(30)
+        transport.connect(msgspec.msgpack.encode(twice)).result(60)
     for count in (0, 65):
         many = {**twice, "segments": [[f"{name[:-4]}{i:04x}", 4096] for i in range(count)]}
         with pytest.raises(ProtocolError, match="not a descriptor"):
-            transport.connect(msgspec.msgpack.encode(many)).result(30)
+            transport.connect(msgspec.msgpack.encode(many)).result(60)
     with pytest.raises(ProtocolError, match="not a descriptor"):
-        transport.connect(b"\x82\xa4type\xa1\xff").result(30)
+        transport.connect(b"\x82\xa4type\xa1\xff").result(60)
     assert not files_left_open(before)
 
 
@@ -309,7 +309,7 @@ def test_a_process_that_may_open_no_more_files_says_so(transport: ShmTransport) 
                 held.append(os.dup(0))
         os.close(spare)  # enough for the segment's file, but not for its mapping
         with pytest.raises(TransportError, match=r"cannot (map|open) shared memory"):
-            transport.connect(forge(name, 4096, [[0, 0, 16]])).result(30)
+            transport.connect(forge(name, 4096, [[0, 0, 16]])).result(60)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         for fd in held:
@@ -322,7 +322,7 @@ from baton.transports.mapped.shm import ShmTransport
 transport = ShmTransport()
 transport.register([transport.allocate("pool", 4096)])
 print("ready", flush=True)
-peer = transport.connect(base64.b64decode(sys.stdin.readline())).result(30)
+peer = transport.connect(base64.b64decode(sys.stdin.readline())).result(60)
 print("connected", flush=True)
 while not peer.fenced():
     time.sleep(0.01)
@@ -354,7 +354,7 @@ def test_segments_of_a_killed_owner_are_removed_by_its_peer() -> None:
             assert len(segments(peer.pid)) == 1
         finally:
             owner.kill()
-            peer.communicate("\n", timeout=30)
+            peer.communicate("\n", timeout=60)
     assert segments(peer.pid) == []
 
 
@@ -363,9 +363,9 @@ def test_connections_leave_no_open_files(transport: ShmTransport) -> None:
     descriptor = transport.register([pool])
     before = open_files()
     for _ in range(20):
-        transport.disconnect(transport.connect(descriptor).result(30))
+        transport.disconnect(transport.connect(descriptor).result(60))
         with pytest.raises(TransportError):
-            transport.connect(descriptor.replace(b"\xcd\x10\x00", b"\xcd\x20\x00")).result(30)
+            transport.connect(descriptor.replace(b"\xcd\x10\x00", b"\xcd\x20\x00")).result(60)
     assert not files_left_open(before)
 
 
@@ -374,12 +374,12 @@ def test_a_disconnected_peer_holds_no_file_and_its_death_is_still_seen(transport
     owner = SpawnedPeer("shm://", [4096])
     try:
         before = open_files()
-        peers = [transport.connect(owner.descriptor).result(30) for _ in range(3)]
+        peers = [transport.connect(owner.descriptor).result(60) for _ in range(3)]
         for peer in peers:
             transport.disconnect(peer)
         assert not files_left_open(before)
         assert not any(peer.alive() or peer.fenced() for peer in peers)
-        last = transport.connect(owner.descriptor).result(30)
+        last = transport.connect(owner.descriptor).result(60)
         # Killed, but not reaped yet: its memory is gone, which is what counts.
         process_of(owner).kill()
         while not last.fenced():
@@ -400,7 +400,7 @@ def test_an_owner_that_died_before_it_was_connected_is_fenced(transport: ShmTran
         owner = SpawnedPeer("shm://", [4096])
         owner.kill()
         with contextlib.suppress(TransportError):  # another test's engine has started and swept the segments
-            peer = transport.connect(owner.descriptor).result(30)
+            peer = transport.connect(owner.descriptor).result(60)
             break
     assert peer.fenced()
     assert not peer.alive()
@@ -411,7 +411,7 @@ def test_an_owner_of_another_pid_namespace_is_fenced_by_its_lock(transport: ShmT
     owner = SpawnedPeer("shm://", [4096])
     try:
         parsed = msgspec.msgpack.decode(owner.descriptor)
-        peer = transport.connect(msgspec.msgpack.encode({**parsed, "host_key": "elsewhere"})).result(30)
+        peer = transport.connect(msgspec.msgpack.encode({**parsed, "host_key": "elsewhere"})).result(60)
         assert not peer.fenced()
     finally:
         owner.kill()
@@ -422,7 +422,7 @@ def test_a_closed_transport_is_fenced_though_its_process_lives(transport: ShmTra
     transport.register([transport.allocate("pool", 4096)])
     other = ShmTransport()
     try:
-        peer = transport.connect(other.register([other.allocate("pool", 4096)])).result(30)
+        peer = transport.connect(other.register([other.allocate("pool", 4096)])).result(60)
         (name,) = [name for name in segments(os.getpid()) if name != segments_of(transport)]
         os.unlink(os.path.join(SHM_DIR, name))
         assert not peer.fenced(), "somebody removed the file: its owner copies all the same"
@@ -440,17 +440,17 @@ def test_a_cancel_waits_for_no_copy_of_another_peer(transport: ShmTransport, mon
 
     def stuck(*arguments: object) -> int:
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(60)
         return 0
 
     monkeypatch.setattr(mover, "copy_runs", stuck)
     pool = transport.allocate("pool", 2 * DIRECT_BYTES)
     descriptor = transport.register([pool])
-    one, two = (transport.connect(descriptor).result(30) for _ in range(2))
+    one, two = (transport.connect(descriptor).result(60) for _ in range(2))
     run = CopyList(0, 0, *[np.array([DIRECT_BYTES - 1], dtype=np.int64)] * 2, np.array([DIRECT_BYTES + 1]))
     try:
         moving, queued, behind = (transport.submit(peer, "write", run) for peer in (one, two, two))
-        assert begun.wait(30)
+        assert begun.wait(60)
         transport.cancel(queued)
         assert queued.poll() == "failed"
         transport.disconnect(two)
@@ -459,7 +459,7 @@ def test_a_cancel_waits_for_no_copy_of_another_peer(transport: ShmTransport, mon
         assert moving.poll() == "pending", "bytes of it may move"
     finally:
         go_on.set()
-    assert moving.wait(30) == "failed"
+    assert moving.wait(60) == "failed"
 
 
 def test_a_host_without_shared_memory(tmp_path: Path) -> None:

@@ -38,11 +38,10 @@ CHATS = (
 
 def verify(reference: str, *flags: str, lengths: str | None = LENGTHS) -> subprocess.CompletedProcess[str]:
     chosen = ("--lengths", lengths) if lengths else ()
-    return run("verify", "--reference", reference, "--max-tokens", "20", *chosen, *flags, limit_s=170)
+    return run("verify", "--reference", reference, "--max-tokens", "20", *chosen, *flags, limit_s=300)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_deployment_is_identical_to_one_engine_also_by_its_counters(reference: str, tmp_path: Path) -> None:
     chats = tmp_path / "chats.jsonl"
     chats.write_text("\n".join(map(json.dumps, CHATS)))
@@ -63,7 +62,6 @@ def test_a_deployment_is_identical_to_one_engine_also_by_its_counters(reference:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_an_engine_in_this_process_writes_chats_as_a_server_does(reference: str, tmp_path: Path) -> None:
     chats = tmp_path / "chats.jsonl"
     chats.write_text("\n".join(map(json.dumps, CHATS)))
@@ -74,7 +72,6 @@ def test_an_engine_in_this_process_writes_chats_as_a_server_does(reference: str,
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("fault", "what"),
     [("drop-draft", "acceptance at draft position"), ("corrupt", "request ")],

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import select
 import threading
-import time
 from collections import deque
 from typing import TextIO
 
 # A writable pipe takes PIPE_BUF bytes at once, and a character has up to four.
 _CHARS_AT_ONCE = select.PIPE_BUF // 4
 _MAX_PENDING = 1000
-_CLOSE_S = 1.0
+_CLOSE_S = 2.0
 
 
 class LogStream(logging.StreamHandler[TextIO]):
@@ -41,10 +40,10 @@ class LogStream(logging.StreamHandler[TextIO]):
             self.handleError(record)
 
     def close(self) -> None:
-        """Pending lines that nobody reads within a second are lost."""
+        """Lines unread for two seconds are lost."""
         self.acquire()
         try:
-            self._write(time.monotonic() + _CLOSE_S)
+            self._write(_CLOSE_S)
         except (OSError, ValueError):  # closed before
             pass
         finally:
@@ -56,8 +55,8 @@ class LogStream(logging.StreamHandler[TextIO]):
         text = self.format(record) + self.terminator
         self._pending.extend(text[start : start + _CHARS_AT_ONCE] for start in range(0, len(text), _CHARS_AT_ONCE))
 
-    def _write(self, until: float) -> None:
-        while self._pending and self._has_room(max(0.0, until - time.monotonic())):
+    def _write(self, wait_s: float) -> None:
+        while self._pending and self._has_room(wait_s):
             self.stream.write(self._pending.popleft())
             self.stream.flush()
             if self._num_dropped and not self._pending:

@@ -15,7 +15,7 @@ from typing import Any
 _LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3})Z ([A-Z]+) ([\w.]+): (.*)")
 # The parent's line, which quotes it, has one too.
 _CODE = re.compile(r" \[[a-z_]+\]\Z")
-_JOIN_S = 2.0
+_JOIN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TypeVar
 
-from baton.children import PYTHON, end_processes, start_reporting
+from baton.children import END_TIMEOUT_S, PYTHON, end_processes, start_reporting
 from baton.deployment.child import read_reports
 from baton.deployment.child_log import ChildLog, LogLine
 from baton.deployment.child_process import Child
@@ -215,7 +215,7 @@ class Deployment:
 
     def close(self) -> None:
         """End all children with SIGTERM, then SIGKILL, and delete their files. Idempotent."""
-        children = self._children[::-1]  # the router first: it must not use engines that end
+        children = self._children[::-1]  # the router, which uses engines, first
         end_processes([child.process for child in children])
         for child in children:
             if child.pipe >= 0:
@@ -277,7 +277,7 @@ class Deployment:
         reports, child.pending = read_reports(child.pipe, child.pending)
         if reports is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.process.wait(2.0)
+                child.process.wait(END_TIMEOUT_S)
             if child.refusal is not None:
                 # Another start would not help.
                 raise self.named(child.role, child.refusal)

@@ -18,7 +18,7 @@ class RouterTimers:
     """
 
     check: float = 0.5
-    answer: float = 1.0
+    answer: float = 1.5
     lease: float = 5.0
     patience: float = 5.0
     connect: float = 3.0

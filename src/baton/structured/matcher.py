@@ -53,9 +53,9 @@ class Compiled:
     def __init__(self, compile_it: Callable[[], LLMatcher], vocab_size: int, longest_s: float = _LONGEST_S) -> None:
         self._compile, self.vocab_size, self.is_worn = compile_it, vocab_size, False
         self._lock, self._longest_s = threading.Lock(), longest_s
-        self._since = time.monotonic()
+        self._since, began = time.monotonic(), time.thread_time()  # waits left out
         self.matcher = compile_it()
-        self._seconds, self._renewing_s = time.monotonic() - self._since, 0.0
+        self._seconds, self._renewing_s = time.thread_time() - began, 0.0
 
     def copied(self) -> tuple[LLMatcher, LLMatcher]:
         with self._lock:  # another thread may be copying it too

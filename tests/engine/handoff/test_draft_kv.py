@@ -52,7 +52,7 @@ def expected() -> dict[int | None, list[list[int]]]:
 
 def hand_over(two: Pair, mode: Mode, params: SamplingParams, salt: str = "") -> list[Stream]:
     legs = [two.legs(f"{mode}{n}{params.seed}{salt}", prompt_of(n), params, mode) for n in LENGTHS]
-    two.step_until(lambda: all(told.ended and rest.ended for told, rest in legs), limit_s=60.0)
+    two.step_until(lambda: all(told.ended and rest.ended for told, rest in legs), limit_s=300.0)
     two.settle()
     return [rest for _, rest in legs]
 

@@ -94,7 +94,7 @@ def both_ways(single: Stepped, two: Pair, lengths: list[int], params: SamplingPa
     while not all(stream.ended for stream in whole):
         single.step()
     legs = [two.legs(f"{mode}-{len(p)}-{params.seed}", p, params, mode) for p in prompts]
-    two.step_until(lambda: all(told.ended and rest.ended for told, rest in legs), limit_s=60.0)
+    two.step_until(lambda: all(told.ended and rest.ended for told, rest in legs), limit_s=300.0)
     two.settle()
     # D would recompute a failed handoff and give the same answer.
     assert not two.decode.core.metrics.recoveries

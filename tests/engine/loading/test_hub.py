@@ -115,7 +115,7 @@ def offline(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env={
             "PATH": "/usr/bin",
             "PYTHONPATH": "src",

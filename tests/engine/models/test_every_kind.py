@@ -171,7 +171,7 @@ OTHER_SIZES = "6,sliding_window=4,draft=7"
 def both_legs(two: Pair, prompts: list[list[int]], mode: Mode) -> list[Stream]:
     """D's streams of prompts that are handed over, all at once."""
     legs = [two.legs(f"{mode}-{len(prompt)}", prompt, GREEDY, mode) for prompt in prompts]
-    two.step_until(lambda: all(told.ended and rest.ended for told, rest in legs), limit_s=60.0)
+    two.step_until(lambda: all(told.ended and rest.ended for told, rest in legs), limit_s=300.0)
     two.settle()
     return [rest for _, rest in legs]
 

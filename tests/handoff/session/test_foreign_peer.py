@@ -164,7 +164,7 @@ def test_a_peer_that_knows_the_document_gets_a_prompt(ends: tuple[Node, Node, Fo
             at = stop
         assert at == NUM_TOKENS
     d.say("ACK", key=key)
-    assert p.events.get(timeout=30) == PrefillReleased(ticket.key, "committed")
+    assert p.events.get(timeout=60) == PrefillReleased(ticket.key, "committed")
     d.say("BYE", reason="done", quiet=True)
 
 

@@ -38,7 +38,7 @@ def test_addresses_stay_in_the_log(text: str, shown: str, caplog: pytest.LogCapt
     assert to_api_error(RequestError(text)).message == text, "it is the client's own"
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(100)
 @pytest.mark.parametrize("unit", ["a", "a.", "[:", ":", "('a', 1", "::", "a-1."])
 def test_long_messages_of_engines_are_looked_through_at_once(unit: str) -> None:
     """A quadratic pattern took seconds for a message that an engine may send; this is sixteen times as long."""

@@ -46,7 +46,7 @@ async def test_a_client_reads_why_its_long_head_is_refused(directory: Path, head
             await writer.drain()
         writer.write(head[half:])
         await writer.drain()
-        answer = await asyncio.wait_for(reader.read(), 30)
+        answer = await asyncio.wait_for(reader.read(), 60)
         writer.close()
         assert b" 400 Bad Request" in answer
         assert b"malformed_http" in answer

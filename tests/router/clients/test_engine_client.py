@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import time
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -16,7 +18,7 @@ from baton.router.clients.engine_client import BatonClient, new_session
 from baton.router.timers import RouterTimers
 from baton.sampling_params import MAX_TOKEN_ID, SamplingParams
 from baton.wire import GenerateRequest, TokenChunk, TokenLogprobs
-from testkit.servers.fake_serving import load_of, served
+from testkit.servers.fake_serving import FakeEngine, load_of, served
 
 REQUEST = GenerateRequest(request_id="r", prompt_token_ids=[1], sampling_params=SamplingParams())
 
@@ -133,6 +135,24 @@ async def test_compressed_answers_are_asked_for_by_nobody_and_not_decompressed()
             ):
                 await call
     assert asked == ["identity"] * 3
+
+
+async def test_an_answer_that_came_while_this_process_was_paused_is_no_silence(directory: Path) -> None:
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        if len(asked) == 1:
+            time.sleep(1.5)  # no loop runs: as if this process had been stopped
+            await asyncio.sleep(0.05)
+        return web.Response(body=msgspec.json.encode(FakeEngine(directory).info))
+
+    app = web.Application()
+    app.router.add_get("/inference/v1/info", answer)
+    async with served(app) as url, new_session() as session:
+        client = BatonClient(session, url, RouterTimers(answer=1.0))
+        assert (await client.info()).engine_id == FakeEngine(directory).info.engine_id
+    assert len(asked) == 2
 
 
 async def test_a_refusal_keeps_its_message_in_however_many_pieces() -> None:

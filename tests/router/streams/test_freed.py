@@ -23,7 +23,7 @@ def kept() -> list[str]:
 
 
 async def freed(num_before: int) -> None:
-    for _ in range(500):
+    for _ in range(3000):
         if len(kept()) <= num_before:
             return
         await asyncio.sleep(0.02)

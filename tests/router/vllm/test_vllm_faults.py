@@ -132,7 +132,7 @@ async def test_a_request_of_one_token_goes_on_elsewhere(directory: Path, way: tu
             pair.p.halted = "all"
         else:
             pair.p.fail = "abort"
-        status, answer = await asyncio.wait_for(complete(session, url, max_tokens=1), 30)
+        status, answer = await asyncio.wait_for(complete(session, url, max_tokens=1), 60)
         assert (status, answer["choices"][0]["token_ids"]) == (200, said(1))
         pair.p.halted = None
     assert len(second.legs("none")) == 1
@@ -223,7 +223,7 @@ async def test_a_client_that_leaves_ends_both_legs(directory: Path, name: str, s
         asked = asyncio.Event()
         client = asyncio.create_task(ask())
         if num_events:
-            await asyncio.wait_for(asked.wait(), 30)
+            await asyncio.wait_for(asked.wait(), 60)
             await until(lambda: len(pair.d.legs("decode")) == 2)
         else:
             await until(lambda: len(pair.p.legs("prefill")) == 2 and len(pair.d.legs("decode")) == 1 + at_once)

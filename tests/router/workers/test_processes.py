@@ -78,7 +78,6 @@ def test_one_that_served_is_replaced_however_young(
     assert sorted(ended) == [0, *range(num)]
 
 
-@pytest.mark.timeout(30)
 def test_a_signal_that_another_thread_takes_reaches_a_process_not_yet_recorded() -> None:
     done, armed = threading.Event(), [True]
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -45,6 +46,7 @@ _SCORE_BYTES = 80
 _MAX_ASK_BYTES = 2**20
 _MAX_METRICS_BYTES = 2**24
 _END_S = 0.5
+_PAUSE_S = 0.2
 _NO_HEADERS: Mapping[str, str] = {}
 _CHUNKS = msgspec.json.Decoder(TokenChunk)
 # Errors of connecting while this process has no descriptor, port or memory left.
@@ -124,10 +126,10 @@ class EngineClient(ABC):
         return _Answering(self.url, sending, self._converting)
 
     async def _get(self, path: str, limit: int, timeout: aiohttp.ClientTimeout | None = None) -> bytes:
+        timeout, now = timeout or self._ask_timeout, asyncio.get_running_loop().time
+        until = now() + (timeout.total or math.inf)
         try:
-            async with self._session.get(
-                self._base + path, timeout=timeout or self._ask_timeout, allow_redirects=False
-            ) as response:
+            async with self._session.get(self._base + path, timeout=timeout, allow_redirects=False) as response:
                 body = await read_body(response.content, limit)
                 if response.status == 503 and ENGINE_STALLED.encode() in body:
                     # Its requests make no progress.
@@ -138,6 +140,8 @@ class EngineClient(ABC):
                     raise EngineUnavailableError(f"engine {self.url}: HTTP {response.status} from {path}")
                 return body
         except asyncio.TimeoutError:
+            if now() > until + _PAUSE_S:  # this process paused
+                return await self._get(path, limit, timeout)
             raise EngineLostError(f"engine {self.url} does not answer") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             short = isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno in _SHORTAGES
