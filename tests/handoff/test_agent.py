@@ -158,7 +158,7 @@ def test_abort_from_either_side_releases_both_once(pair: Pair, mode: str, side: 
 @pytest.mark.parametrize("mode", ["push", "pull"])
 def test_pages_of_an_aborted_handoff_may_be_overwritten_while_they_are_copied(pair: Pair, mode: str) -> None:
     """`taken` does not wait for copies, and nothing copied after it is committed."""
-    p, d = pair.both("faulty+local://?fault=delay&delay_s=600")
+    p, d = pair.both("faulty+local://?fault=delay&delay_s=60")
     ticket, n, taken = ticket_for(p, d, mode), 16, threading.Event()
     source, dest = p.pages(1, n), d.pages(3, n)
     d.agent.open_decode(ticket, n, {"target": Interval(0, n), "draft": Interval(0, n)}, dest)
@@ -167,7 +167,7 @@ def test_pages_of_an_aborted_handoff_may_be_overwritten_while_they_are_copied(pa
     p.agent.finish_prefill(ticket.key, SEEDS, False, {"draft": n})
     eventually(lambda: any(len(rank_handoffs_of(node.agent).operations) for node in (p, d)))
     p.agent.abort(ticket.key, "preempted", taken.set)
-    assert taken.wait(60)
+    assert taken.wait(30)
     for pool in p.pools.values():
         pool[:] = -1.0
     failed = d.next(DecodeFailed)

@@ -105,18 +105,18 @@ def test_duplicate_and_delay_still_copy(options: str) -> None:
 
 
 def test_reorder_lets_the_next_one_pass() -> None:
-    with pair("fault=reorder&delay_s=300") as (near, peer, own, theirs):
+    with pair("fault=reorder&delay_s=60") as (near, peer, own, theirs):
         first = near.submit(peer, "write", pages([1], [9]), "first")
         second = near.submit(peer, "write", pages([2], [9]), "second")
-        assert [first.wait(60), second.wait(60)] == ["done", "done"]
+        assert [first.wait(30), second.wait(30)] == ["done", "done"]
         assert np.array_equal(theirs[0][9 * PAGE : 10 * PAGE], own[0][PAGE : 2 * PAGE])
 
 
 def test_cancel_of_a_delayed_operation_is_quiet_and_writes_nothing() -> None:
-    with pair("fault=delay&delay_s=600") as (near, peer, _, theirs):
+    with pair("fault=delay&delay_s=60") as (near, peer, _, theirs):
         operations = [near.submit(peer, "write", pages([p], [p]), "late") for p in (1, 2)]
         # The first waits inside its delay, the second in the queue after it.
         for operation in operations:
             near.cancel(operation)
-        assert [operation.wait(60) for operation in operations] == ["failed", "failed"]
+        assert [operation.wait(30) for operation in operations] == ["failed", "failed"]
         assert not theirs[0].any()

@@ -16,7 +16,7 @@ from baton.transports.base import Direction, Peer, Transport
 
 def check_cancel_is_quiet(here: NearSide) -> None:
     with here.far() as far:
-        peer = here.transport.connect(far.descriptor).result(30)
+        peer = here.transport.connect(far.descriptor).result(WAIT_S)
         copies = scattered_runs(1024, 64, seed=2)
         operations = [here.transport.submit(peer, "write", copies, f"{i}") for i in range(20)]
         for operation in reversed(operations):
@@ -32,7 +32,7 @@ def check_cancel_is_quiet(here: NearSide) -> None:
 
 def check_survives_a_closed_peer(here: NearSide) -> None:
     with here.far() as far:
-        peer = here.transport.connect(far.descriptor).result(30)
+        peer = here.transport.connect(far.descriptor).result(WAIT_S)
         require(peer.alive() and not peer.fenced(), "an open peer is alive and not fenced")
         operation = here.transport.submit(peer, "write", scattered_runs(1024, 64, seed=3), "into the close")
         far.close()
@@ -42,7 +42,7 @@ def check_survives_a_closed_peer(here: NearSide) -> None:
 
 def check_survives_a_killed_peer(here: NearSide) -> None:
     with here.far() as far:
-        peer = here.transport.connect(far.descriptor).result(30)
+        peer = here.transport.connect(far.descriptor).result(WAIT_S)
         if far.kill():
             require(here.becomes_true(peer.fenced), "a dead peer is fenced")
             _is_gone(here, peer, far)
@@ -50,7 +50,7 @@ def check_survives_a_killed_peer(here: NearSide) -> None:
 
 def check_survives_a_peer_killed_while_copying(here: NearSide) -> None:
     with here.far() as far:
-        peer = here.transport.connect(far.descriptor).result(30)
+        peer = here.transport.connect(far.descriptor).result(WAIT_S)
         copies = scattered_runs(1024, 64, seed=5)
         directions: tuple[Direction, ...] = ("write", "read")
         operations = [here.transport.submit(peer, directions[i % 2], copies, f"{i}") for i in range(20)]
@@ -65,7 +65,7 @@ def check_survives_a_peer_killed_while_copying(here: NearSide) -> None:
 
 def check_a_failure_stays_with_its_peer(here: NearSide) -> None:
     with here.far() as one, here.far() as two:
-        lost, kept = (here.transport.connect(side.descriptor).result(30) for side in (one, two))
+        lost, kept = (here.transport.connect(side.descriptor).result(WAIT_S) for side in (one, two))
         copies = scattered_runs(1024, 64, seed=6)
         into_the_end = [here.transport.submit(lost, "write", copies, "lost") for _ in range(10)]
         others = [here.transport.submit(kept, "write", copies, "kept") for _ in range(10)]
@@ -95,7 +95,7 @@ def _refuses_connection(factory: Callable[[], Transport], descriptor: bytes) -> 
     # A new transport removes the segments of dead owners.
     fresh = factory()
     try:
-        fresh.connect(descriptor).result(30)
+        fresh.connect(descriptor).result(WAIT_S)
     except (TransportError, ProtocolError):
         return
     finally:
@@ -108,18 +108,18 @@ def check_reconnects(here: NearSide) -> None:
     with here.far() as far:
         for seed in range(3):
             far.fill(0, seed)
-            peer = here.transport.connect(far.descriptor).result(30)
+            peer = here.transport.connect(far.descriptor).result(WAIT_S)
             operation = here.run(peer, "read", copies_of([0], [0], [SIZES[0]]))
             require(operation.poll() == "done", f"a copy after reconnecting is done ({operation.error})")
             require(np.array_equal(here.regions[0], pattern(SIZES[0], seed)), "it brings the new bytes")
             here.transport.disconnect(peer)
             _refuses_copies(here, peer)
-        lost = here.transport.connect(far.descriptor).result(30)
+        lost = here.transport.connect(far.descriptor).result(WAIT_S)
         into_the_end = here.transport.submit(lost, "write", scattered_runs(1024, 64, seed=9), "into the end")
         if not far.kill():
             far.close()
     with here.far() as far:
-        peer = here.transport.connect(far.descriptor).result(30)
+        peer = here.transport.connect(far.descriptor).result(WAIT_S)
         require(not lost.alive() and peer.alive(), "a peer's successor is another peer")
         for copies in (copies_of([0], [0], [SIZES[1]], 1, 0), copies_of([0], [8], [64], 1, 1)):
             operation = here.run(peer, "write", copies)
@@ -166,7 +166,7 @@ def check_waits_for_no_peer(here: NearSide) -> None:
 
 def check_keeps_two_peers_apart(here: NearSide) -> None:
     with here.far() as one, here.far() as two:
-        peers = [here.transport.connect(side.descriptor).result(30) for side in (one, two)]
+        peers = [here.transport.connect(side.descriptor).result(WAIT_S) for side in (one, two)]
         before = two.read(0)
         operations = [
             here.transport.submit(peers[0], "write", copies_of([0], [0], [SIZES[0]]), "one"),
@@ -197,7 +197,7 @@ def check_refuses_misuse(here: NearSide) -> None:
             continue
         raise AssertionError(f"expected that {label} is refused")
     with here.far() as far:
-        peer = here.transport.connect(far.descriptor).result(30)
+        peer = here.transport.connect(far.descriptor).result(WAIT_S)
         here.transport.close()
         here.transport.close()
         _refuses_copies(here, peer)

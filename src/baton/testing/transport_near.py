@@ -16,7 +16,7 @@ from baton.testing.transport_peer import FarSide, NearbyPeer, SpawnedPeer
 from baton.transports.base import ByteArray, Direction, Operation, Peer, Transport
 
 WAIT_S = 60.0
-CALLS_S = 2.0  # limit for calls that must not wait for a peer, which would take 5 s
+CALLS_S = 4.0  # limit for calls that must not wait for a peer, which would take 5 s
 SIZES = (1 << 16, 1 << 14)
 
 

@@ -58,7 +58,7 @@ def check_transport(
 
 def _check_copies_exactly(here: NearSide) -> None:
     with here.far() as far:
-        peer = here.transport.connect(far.descriptor).result(30)
+        peer = here.transport.connect(far.descriptor).result(WAIT_S)
         require(list(peer.region_sizes) == list(SIZES), "the peer's region sizes are known")
         cases = [
             copies_of([0, 4096, 77], [1000, 0, 60000], [100, 512, 1]),
@@ -89,7 +89,7 @@ def _check_moves_large_regions(here: NearSide) -> None:
         register(near, [region])
         with here.far([size]) as far:
             operation = near.submit(
-                near.connect(far.descriptor).result(30), "write", copies_of([0], [0], [size]), "large"
+                near.connect(far.descriptor).result(WAIT_S), "write", copies_of([0], [0], [size]), "large"
             )
             require(operation.wait(WAIT_S) == "done", f"8 MiB in one run are copied ({operation.error})")
             require(np.array_equal(far.read(0), region), "8 MiB arrive unchanged")
@@ -105,7 +105,7 @@ def _check_copies_many_runs(here: NearSide) -> None:
         region[:] = pattern(region.size, 8)
         register(near, [region])
         with here.far([region.size]) as far:
-            peer = near.connect(far.descriptor).result(30)
+            peer = near.connect(far.descriptor).result(WAIT_S)
             copies = scattered_runs(runs, slot, seed=4)
             after = copied_bytes(far.read(0), region.copy(), copies)
             operation = near.submit(peer, "write", copies, "many")
@@ -129,7 +129,7 @@ def _to_itself(copies: CopyList) -> CopyList:
 
 def _check_keeps_order(here: NearSide) -> None:
     with here.far() as far:
-        peer = here.transport.connect(far.descriptor).result(30)
+        peer = here.transport.connect(far.descriptor).result(WAIT_S)
         for round_ in range(20):
             here.regions[1][:] = round_
             first = here.transport.submit(peer, "write", scattered_runs(256, 64, seed=round_), "first")
@@ -141,7 +141,7 @@ def _check_keeps_order(here: NearSide) -> None:
 
 def _check_done_means_visible(here: NearSide) -> None:
     with here.far() as far:
-        peer = here.transport.connect(far.descriptor).result(30)
+        peer = here.transport.connect(far.descriptor).result(WAIT_S)
         for round_ in range(50):
             here.regions[1][:] = round_
             operation = here.run(peer, "write", copies_of([0], [0], [SIZES[1]], 1, 1))
@@ -151,7 +151,7 @@ def _check_done_means_visible(here: NearSide) -> None:
 
 def _check_refuses_out_of_bounds(here: NearSide) -> None:
     with here.far() as far:
-        peer = here.transport.connect(far.descriptor).result(30)
+        peer = here.transport.connect(far.descriptor).result(WAIT_S)
         before = far.read(0)
         huge = 2**63 - 1
         bad = [
