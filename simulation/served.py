@@ -14,7 +14,7 @@ from types import MappingProxyType
 from baton.cli.data_ranks import free_ports
 from baton.deployment import BATON, end_processes
 
-_START_S = 180.0
+_START_S = 300.0
 
 
 @contextlib.contextmanager
@@ -26,8 +26,9 @@ def served(
 
     Raises `RuntimeError`, with the end of the log, if it does not start.
     """
-    (port,) = free_ports("127.0.0.1", 0, 1)
-    with log.open("wb") as out:
+    with contextlib.ExitStack() as stack:
+        (port,) = stack.enter_context(free_ports("127.0.0.1", 0, 1))
+        out = stack.enter_context(log.open("wb"))
         process = subprocess.Popen(
             [*BATON, *arguments, "--port", str(port)],
             stdout=out,
@@ -35,16 +36,14 @@ def served(
             cwd=cwd,
             env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         )
-    url = f"http://127.0.0.1:{port}"
-    try:
+        stack.callback(end_processes, [process])
+        url = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + _START_S
         while not _is_healthy(url):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"baton {arguments[0]} does not serve:\n{log.read_text()[-2000:]}")
             time.sleep(0.1)
         yield process, url
-    finally:
-        end_processes([process])
 
 
 def _is_healthy(url: str) -> bool:

@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import signal
+import socket
 import sys
 import termios
 import threading
@@ -172,10 +173,27 @@ def test_ranks_that_all_exit_by_themselves_have_failed(
 
 
 def test_ports_of_ranks_are_in_a_row() -> None:
-    first, second, third = free_ports("127.0.0.1", 0, 3)
-    assert (second, third) == (first + 1, first + 2)
-    with contextlib.closing(bind("127.0.0.1", second)), pytest.raises(ConfigError, match=f"port: {second} on"):
-        free_ports("127.0.0.1", first, 2)
+    with free_ports("127.0.0.1", 0, 3) as (first, second, third):
+        assert (second, third) == (first + 1, first + 2)
+        with (
+            contextlib.closing(bind("127.0.0.1", second)),
+            pytest.raises(ConfigError, match=f"port: {second} on"),
+            free_ports("127.0.0.1", first, 2),
+        ):
+            pass
+
+
+def test_a_port_is_kept_for_its_rank_until_it_listens() -> None:
+    """Any connection of this host might get it while a rank imports its libraries."""
+    with free_ports("127.0.0.1", 0, 2) as ports:
+        for port in ports:
+            with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+                other.bind(("127.0.0.1", port))
+            for _ in range(2):
+                bind("127.0.0.1", port).close()
+    for port in ports:
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", port))
 
 
 def test_roles_have_ranks_of_their_own() -> None:

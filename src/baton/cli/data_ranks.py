@@ -6,6 +6,7 @@ import contextlib
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,20 +24,29 @@ _LOOK_S = 0.1
 _TRIES = 50
 
 
-def free_ports(host: str, port: int, count: int) -> list[int]:
-    """`port` and those after it, or for 0 any free ports in a row. Raises `ConfigError` if one is taken."""
-    for left in reversed(range(_TRIES if port == 0 else 1)):
-        with contextlib.ExitStack() as held:
-            try:
-                first = held.enter_context(contextlib.closing(bind(host, port))).getsockname()[1]
-                for number in range(first + 1, first + count):
-                    held.enter_context(contextlib.closing(bind(host, number)))
-            except ConfigError:
-                if left == 0:
-                    raise
-                continue
-            return list(range(first, first + count))
-    raise AssertionError("the last try returns or raises")
+@contextlib.contextmanager
+def free_ports(host: str, port: int, count: int) -> Iterator[list[int]]:
+    """`port` and those after it, or for 0 any in a row. Nobody gets them but by `bind`. Raises `ConfigError`."""
+    with contextlib.ExitStack() as kept:
+        for left in reversed(range(_TRIES if port == 0 else 1)):
+            with contextlib.ExitStack() as tried:
+                try:
+                    listeners = [tried.enter_context(contextlib.closing(bind(host, port)))]
+                    first = listeners[0].getsockname()[1]
+                    for number in range(first + 1, first + count):
+                        listeners.append(tried.enter_context(contextlib.closing(bind(host, number))))
+                except ConfigError:
+                    if left == 0:
+                        raise
+                    continue
+                families = [(listener.family, listener.getsockname()) for listener in listeners]
+            for family, address in families:
+                holder = kept.enter_context(socket.socket(family))
+                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                with contextlib.suppress(OSError):  # taken meanwhile
+                    holder.bind(address)
+            break
+        yield list(range(first, first + count))
 
 
 class DataRanks:
@@ -45,7 +55,7 @@ class DataRanks:
     """
 
     def __init__(self, size: int, engine_id: str, ports: Sequence[int], engines_per_host: int) -> None:
-        # A directory for the files that ranks find each other by.
+        # Of files that ranks find each other by.
         self._directory = RunDirectory("data-")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[int] = []

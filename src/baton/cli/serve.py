@@ -132,10 +132,11 @@ def _serve_ranks(
     # For one error line instead of one per rank.
     size = options.data_parallel_size
     check_sizes(options.to_config(model, role, role if engine_id is None else engine_id, process), size)
-    ports = free_ports(listen.host, listen.port, size)
-    name = f"{role}-{ports[0]}" if engine_id is None else engine_id
-    ranks = DataRanks(size, name, ports, options.engines_per_host or 1)
-    with contextlib.closing(ranks), ranks.forwarding_signals():
+    with contextlib.ExitStack() as stack:
+        ports = stack.enter_context(free_ports(listen.host, listen.port, size))
+        name = f"{role}-{ports[0]}" if engine_id is None else engine_id
+        ranks = stack.enter_context(contextlib.closing(DataRanks(size, name, ports, options.engines_per_host or 1)))
+        stack.enter_context(ranks.forwarding_signals())
         urls, kv = ranks.await_ready(reporter)
         reporter.ready(urls[0], kv, urls)
         if process.ready_fd is None:
