@@ -25,7 +25,7 @@ _RUNS = ("baton:handoff_runs_total", "vllm:baton_handoff_runs_total", "vllm:nixl
 _REFUSED = "baton:handoff_refused_total"
 # BatonConnector's counter and outcomes. Its server computes a request itself if the leg is refused or fails.
 _OUTCOMES, _LEG_REFUSED, _FAILED = "vllm:baton_handoffs_total", "refused", "failed_"
-_POLLS, _POLL_S = 20, 0.1
+_POLLS, _POLL_S = 100, 0.1
 
 
 class _Handoffs(msgspec.Struct, frozen=True):

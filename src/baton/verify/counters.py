@@ -19,7 +19,7 @@ _PREFIXES = ("vllm:", "baton:")
 _DRAFTS = "spec_decode_num_drafts_total"
 _ACCEPTED = "spec_decode_num_accepted_tokens_per_pos_total"
 _MAX_COUNT = 2**53
-_POLL_S = 0.25
+_POLL_S = 0.5
 _POLLS = 40
 
 
