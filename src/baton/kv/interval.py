@@ -9,8 +9,7 @@ Lookahead slots are in no interval, so they cannot be sent.
   final once the first output token x_n is known.
 - None, a drafter whose entries depend on no later token: as the target.
 
-A state group has one slot, the interval [0, 1), for any number of tokens. It is final when the state has seen all of
-them.
+A state group has one slot, the interval [0, 1), which is final when the state has seen all tokens.
 
 A compressed group keeps an entry for each `rate` tokens, in the bytes of these tokens. The entry is written with its
 last token, so the group's final, wanted and hit tokens end at multiples of `rate`.

@@ -24,7 +24,7 @@ from baton.models.layers.layernorm import RMSNorm
 from baton.models.layers.linear import Linear
 from baton.models.layers.rotary import Rotary
 
-# Rows of a block, whose activations stay in a core's cache.
+# Rows of a block.
 BLOCK_ROWS = 512
 # Pieces of the narrowest product per thread. With fewer, oneDNN is faster for more than `MAX_ROWS` rows.
 _LEAST_PIECES = 4

@@ -1,7 +1,7 @@
 """`faulty+SCHEME://?fault=...`: another transport with one deterministic defect, to show that a test can fail.
 
 Options: `fault` (below), `region` (only copies from this region index; default all), `every` (only each n-th of these,
-from the first; default 1), `page_bytes` (default: the greatest common divisor of the submission's offsets and lengths),
+from the first; default 1), `page_bytes` (default: the greatest that divides its offsets and lengths),
 `delay_s` (default 0.02), `nbytes` (of `corrupt`; default 1). Other options go to the wrapped transport.
 
 | fault | effect on a submission |

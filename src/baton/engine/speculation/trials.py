@@ -127,7 +127,7 @@ class Trials:
         self._drafts = None
 
     def computed(self, num_requests: int, num_accepted: int, seconds: float) -> None:
-        """A step. The first one after a change still verifies, or lacks, the last period's drafts."""
+        """The first step after a change still verifies, or lacks, the last period's drafts."""
         if self._drafts is None:
             return
         comparison, same_size = self._comparisons[self._size], _size(num_requests) == self._size

@@ -1,11 +1,10 @@
 """The OpenMP teams of an engine's process: one thread per core, and no unused team.
 
-`bind_team`: Linux may wake both threads on one core and leave them there for 60 ms, most of a short prompt. Larger
-teams are not bound: the runtime ends threads that smaller work does not need, and later ones would inherit their parent
-thread's core. Nor are engines that share cores (`up` sets `OMP_PROC_BIND` to false for them): their bound threads would
-wait for each other while a core idles.
+`bind_team`: Linux may wake both threads on one core and leave them there for 60 ms. Larger teams are not bound: later
+threads would inherit their parent's core. Nor are engines that share cores (`up` sets `OMP_PROC_BIND` to false): bound
+threads would wait for each other while a core idles.
 
-`end_team`: libgomp lets the threads of all teams sleep after each parallel region if they are more than the cores
+`end_team`: libgomp lets all threads sleep after each parallel region if they are more than the cores
 (`gomp_throttled_spin_count_var`).
 """
 

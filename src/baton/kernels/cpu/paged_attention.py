@@ -1,10 +1,7 @@
 """CPU kernels of paged attention, batch-invariant.
 
 Tiles of 64 keys at ABSOLUTE positions go through `attention_tile`. For one row and head, the sequence of floating-point
-operations depends only on its position, its window and the head size. Rows, and the query heads of one KV head, share a
-loaded tile.
-
-No kernel is a closure over another: each process would compile it anew.
+operations depends only on its position, its window and the head size.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Linear layers with packed weights and batch-invariant rows.
 
 With `Build.quantization` "int8", int8 numbers replace a filled layer's weight (see `int8_gemm`); on an x86 CPU without
-instructions for bfloat16 pairs, a copy for our own products (see `wide_gemm`). Otherwise, on a CPU, oneDNN's blocked
-copy does if PyTorch and the CPU support it: a few rows of bfloat16 then take half the time, or bypass oneDNN (see
-`small_gemm`).
+instructions for bfloat16, a copy for our own products (see `wide_gemm`). Otherwise oneDNN's blocked copy, if PyTorch
+and the CPU support it; a few rows of bfloat16 bypass oneDNN (see `small_gemm`).
 
 A GEMM library picks its algorithm by the number of rows, so a row's last bits can differ between batches. With
 `batch_invariant` rows go through the GEMM in padded blocks of fixed heights. Blocks of sixteen rows are the reference.
@@ -36,14 +35,14 @@ for _capacity in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
 _REFERENCE_HEIGHT = 16
 HEIGHTS = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
 _PROBE_SHIFTS = (0, 1, 2, 3, 5, 11)
-# Rows of a probe of low blocks: enough for every position in one.
+# Rows of a probe of low blocks.
 _PROBE_ROWS = 64
 # From this many weights on, probing blocks above TALL would take too long.
 BIG_PROBE = 1 << 22
 TALL = 64
 _PACKED_ROWS = 16
 _PACKED_DTYPES = (torch.float32, torch.bfloat16)
-# Dtypes and shapes of packed weights that oneDNN has multiplied by.
+# Dtypes and shapes that oneDNN has multiplied.
 _MULTIPLIED: set[tuple[torch.dtype, torch.Size]] = set()
 
 

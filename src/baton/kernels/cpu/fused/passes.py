@@ -1,9 +1,8 @@
-"""Passes of few rows of bfloat16 through decoder layers in one parallel region. A drafter's pass ends with the choice
-of tokens, with which the next begins. A pass may be an LM head.
+"""Passes of bfloat16 rows through decoder layers in one parallel region. A drafter's pass ends with the choice of
+tokens, with which the next begins. A pass may be an LM head.
 
-Few rows are limited by reading weights. In one region, with stages that switch in a fraction of a microsecond
-(`stages`), memory stays busy. Stages call the functions of standalone kernels and
-round at the same points: the bits are equal.
+Stages switch in a fraction of a microsecond (`stages`), so that reading weights keeps memory busy. They call the
+functions of standalone kernels, and have their bits.
 """
 
 from __future__ import annotations

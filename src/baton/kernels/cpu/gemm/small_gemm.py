@@ -1,8 +1,8 @@
 """A small GEMM: a few rows of bfloat16 times a packed weight, limited by memory bandwidth.
 
 The kernel reads oneDNN's own blocked copy if its layout is [N / 64][K / 2][64][2], as AVX-512's instruction for
-bfloat16 pairs takes it. Rows are independent. With the spans of oneDNN 3 the bits are those of oneDNN; `linear` probes
-that.
+bfloat16 pairs takes it, or with AMX that of `tile_gemm`. Rows are independent. With the spans of oneDNN 3 the bits are
+those of oneDNN; `linear` probes that.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from torch import Tensor
 
 from baton.jit_cache import jit
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS, add_products, store_with_bias
+from baton.kernels.cpu.gemm import tile_gemm as tiles
+from baton.kernels.cpu.gemm.tile_gemm import HAS_TILES, may_use_tiles, multiply_tiles
 from baton.kernels.cpu.omp import Kernel, arguments, take, threads_for
 from baton.kernels.cpu.simd import CHUNKS, LANES, cgutils, prefetch
 
@@ -36,7 +38,7 @@ _SPANS = (512, 1024)
 _PASS_ROWS = 6
 # Bytes. One row, or two, outrun the prefetcher of some CPUs (EPYC 9004).
 _OUTRUN_BY, _AHEAD = 2, 1024
-# Bytes of the next block that a pass of more rows fetches per step. With twice as many, passes wait for memory.
+# Bytes of the next block that a pass of more rows fetches per step.
 _FETCHED = 128
 _NUM_ARGUMENTS = 8
 _I64 = ir.IntType(64)
@@ -165,6 +167,12 @@ def multiply_piece(
     """A piece of x [T, K] times `weight`, plus bias (0: none). `out`: the address of its first output in row 0.
     `following`: the piece that this thread multiplies next (none beyond the last)."""
     at, count = outputs_of(outputs, piece)
+    if HAS_TILES:
+        then = weight + outputs_of(outputs, following if following < num_pieces(outputs) else piece)[0] * columns * 2
+        right, bias_at = weight + at * columns * 2, bias + 2 * at if bias != 0 else bias
+        steps, blocks = columns // tiles.COLUMNS, count // tiles.BLOCK
+        multiply_tiles(num_rows, x, 2 * columns, right, steps, bias_at, out, out_bytes, blocks, then)
+        return
     steps, span = columns // 2, (_SPANS[1] if columns > _SPANS[1] else _SPANS[0]) // 2
     right = weight + at // _BLOCK * steps * _ROW_BYTES + at % _BLOCK * 4
     bias_at = bias + 2 * at if bias != 0 else bias
@@ -202,11 +210,11 @@ def packed_address(weight: Tensor, packed: Tensor) -> int | None:
     if num_bytes != 2 * outputs * columns or not at:
         return None
     # oneDNN does not report the layout: compare some of the data.
-    half = columns // 2
-    stored = np.ctypeslib.as_array((ctypes.c_uint16 * (outputs * columns)).from_address(at)).reshape(
-        -1, half, _BLOCK, 2
-    )
-    plain = weight.view(torch.uint16).numpy().reshape(-1, _BLOCK, half, 2)
+    if HAS_TILES and (columns % tiles.COLUMNS or not may_use_tiles()):
+        return None
+    half, block = columns // 2, tiles.BLOCK if HAS_TILES else _BLOCK
+    stored = np.ctypeslib.as_array((ctypes.c_uint16 * (outputs * columns)).from_address(at)).reshape(-1, half, block, 2)
+    plain = weight.view(torch.uint16).numpy().reshape(-1, block, half, 2)
     some = [0, len(stored) // 2, len(stored) - 1]
     return at if np.array_equal(stored[some], plain[some].transpose(0, 2, 1, 3)) else None
 

@@ -1,6 +1,6 @@
 """Products of bfloat16 rows with bfloat16 weights on CPUs without instructions for bfloat16 pairs (x86 with AVX2).
 
-PyTorch has no fast product of bfloat16 there. Rows are widened to float32 once, weights in registers; products are
+Rows are widened to float32 once, weights in registers; products are
 fused multiply-adds in float32. Each output is summed in order of the columns: rows have the same bits in every batch.
 """
 
