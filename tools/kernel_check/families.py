@@ -24,8 +24,10 @@ from baton.kernels.cpu import causal_conv, elementwise, gated_delta, mamba2
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
 from baton.kernels.cpu.gemm import small_gemm, wide_gemm
 from baton.kernels.cpu.gemm.int8_gemm import HAS_INT8_PRODUCTS, Int8Weight
+from baton.kernels.cpu.gemm.tile_gemm import BLOCK as TILE_BLOCK
 from baton.kernels.cpu.index_scores import score
 from baton.kernels.cpu.scalar import as_array
+from baton.kernels.cpu.tiles import TILE_COLUMNS, may_use_tiles
 from baton.kv.geometry import CopyList
 from baton.models.fused_head import FusedHead
 from baton.models.fused_layers import FusedLayers
@@ -289,9 +291,10 @@ def wide(random: Random) -> None:
 def products(random: Random) -> None:
     """A few rows of bfloat16 times a weight in oneDNN's blocked layout, or any number times one of our own."""
     count, outputs = int(random.integers(1, 65)), 64 * int(random.integers(1, 6))
-    columns = 2 * int(random.integers(1, 700))
+    step, block = (TILE_COLUMNS, TILE_BLOCK) if may_use_tiles() else (2, 64)
+    columns = step * int(random.integers(1, 1400 // step))
     x, weight = (_normal(random, n, columns, dtype=torch.bfloat16) for n in (count, outputs))
-    blocked = weight.view(-1, 64, columns // 2, 2).permute(0, 2, 1, 3).contiguous()
+    blocked = weight.view(-1, block, columns // 2, 2).permute(0, 2, 1, 3).contiguous()
     bias = _normal(random, outputs, dtype=torch.bfloat16) if random.random() < 0.5 else None
     if count > 1 and random.random() < 0.3:
         x[-1] = math.nan

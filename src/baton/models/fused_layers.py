@@ -18,6 +18,7 @@ from baton.kernels.cpu.fused.rows import ELEMENT_BYTES
 from baton.kernels.cpu.fused.stages import STAGE_BYTES
 from baton.kernels.cpu.gemm.small_gemm import MAX_ROWS
 from baton.kernels.cpu.omp import Kernel, arguments, float_bits, threads_for
+from baton.kernels.cpu.tiles import may_use_tiles
 from baton.models.layer_cache import InPlaceCache, KVRegions, LayerCache, slot_error
 from baton.models.layers.decoder_layer import MLP, Attention, DecoderLayer, FusionLayer
 from baton.models.layers.layernorm import RMSNorm
@@ -81,6 +82,7 @@ class FusedLayers:
             at.INNER: inner,
             at.EPS: float_bits(self.eps),
             at.SCALE: float_bits(first.scale),
+            at.TILES: may_use_tiles(),
             at.LAYERS: int(self._table.ctypes.data),
             at.FEATURES: int(self._no_features.ctypes.data),
         }.items():

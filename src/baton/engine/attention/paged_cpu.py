@@ -12,6 +12,7 @@ from baton.engine.attention.base import AttnBatch
 from baton.errors import ConfigError
 from baton.kernels.cpu.omp import arguments, float_bits, threads_for
 from baton.kernels.cpu.paged_attention import ATTEND, FAULT, WRITE
+from baton.kernels.cpu.tiles import may_use_tiles
 from baton.models.layer_cache import AttnRows, slot_error
 
 # Multiply-adds worth one more thread.
@@ -82,6 +83,7 @@ class PagedCpuBackend:
             0 if v is None else v.data_ptr(),
             out.data_ptr(),
             0 if sinks is None else sinks.data_ptr(),
+            may_use_tiles(),
         )
         narrow = kv.dtype == torch.bfloat16
         if k is not None:

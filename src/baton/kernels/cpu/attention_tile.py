@@ -66,6 +66,25 @@ def _add_own(
 
 
 @jit
+def later(score: Any, vector: int, maxima: Any) -> tuple[Any, Any]:
+    """Update a vector's maximum by a later score. Returns the factor on earlier weights, and the maximum."""
+    factor, peak = _ONE, max(maxima[vector], score)
+    if maxima[vector] < peak:
+        factor = exp32(maxima[vector] - peak) if maxima[vector] > MINUS_INFINITY else _ZERO
+        maxima[vector] = peak
+    return factor, peak
+
+
+@jit
+def soften(scores: Any, low: Any, high: Any, vector: int, maxima: Any, totals: Any) -> Any:
+    """Replace scores [low, high) of a vector by weights, and update its maximum and total. Returns the factor on
+    earlier weights."""
+    factor, peak = later(largest(scores, low, high), vector, maxima)
+    totals[vector] = totals[vector] * factor + exponentials(scores, low, high, peak)
+    return factor
+
+
+@jit
 def attend_tile(
     base: int, window: int, seen: Any, queries: Any, pairs: Any, keys: Any, values: Any, sums: Any, maxima: Any,
     totals: Any, scores: Any, factors: Any, edges: Any, scale: Any,
@@ -103,13 +122,7 @@ def attend_tile(
             first, last = TILE, TILE
         for j in range(num_rows):
             if low[j] < high[j]:
-                at = scores_at + j * score_bytes
-                factors[j] = _ONE
-                peak = max(maxima[i + j], largest(at, low[j], high[j]))
-                if maxima[i + j] < peak:
-                    factors[j] = exp32(maxima[i + j] - peak) if maxima[i + j] > MINUS_INFINITY else _ZERO
-                    maxima[i + j] = peak
-                totals[i + j] = totals[i + j] * factors[j] + exponentials(at, low[j], high[j], peak)
+                factors[j] = soften(scores_at + j * score_bytes, low[j], high[j], i + j, maxima, totals)
                 ragged = ragged or low[j] < first or high[j] > last
         # Each vector sums its own tokens, in order. A masked token is skipped: 0 times NaN or infinity would be NaN.
         for j in range(num_rows if ragged else 0):

@@ -73,6 +73,13 @@ def store_with_bias(builder: Any, sums: dict[tuple[int, int], Any], bias: Any, o
         store_rounded(builder, builder.load(total), builder.add(at, ir.Constant(_I64, 2 * LANES * chunk)), 2)
 
 
+def rounded_pair(builder: Any, first: Any, second: Any) -> Any:
+    """Two vectors of 16 float32 as one of bfloat16. Subnormal numbers become 0."""
+    function_type = ir.FunctionType(BF16_PAIRS, [_VECTOR, _VECTOR])
+    name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+    return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), [second, first])
+
+
 def _pair_products(
     typing_context: Any, num_rows: Any, left: Any, row_bytes: Any, right: Any, steps: Any, scale: Any, out: Any
 ) -> Any:

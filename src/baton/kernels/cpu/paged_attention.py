@@ -17,6 +17,8 @@ from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
 from baton.kernels.cpu.omp import Kernel, float_of, pointer, take
 from baton.kernels.cpu.scalar import from_f32, to_f32
 from baton.kernels.cpu.simd import LANES, touch
+from baton.kernels.cpu.tile_attention import attend_in_tiles, begin_tiles, end_tiles, interleave
+from baton.kernels.cpu.tiles import HAS_TILES, TILE_ROWS
 from baton.kernels.cpu.transposes import transpose, widen
 
 # Query vectors that share one load of a tile: they fit in a core's cache.
@@ -28,7 +30,7 @@ _READ_AHEAD_BYTES = 1 << 18
 _MIN_REQUESTS = 4
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 # Arguments of WRITE and ATTEND, after the counter of `take`. Names of arrays stand for addresses. FAULT starts as 0.
-NUM_ARGUMENTS = 24
+NUM_ARGUMENTS = 25
 (
     FAULT,
     _ROWS,
@@ -53,6 +55,7 @@ NUM_ARGUMENTS = 24
     _VALUES,
     _OUT,
     _SINKS,
+    _TILES,
 ) = range(1, NUM_ARGUMENTS)
 
 
@@ -99,10 +102,11 @@ def _write(kv: Any, layer: int, k: Any, v: Any, positions: Any, query_start: Any
 
 @jit
 def _load_tile(
-    kv: Any, layer: int, head: int, pages: Any, base: int, first: int, last: int, keys: Any, values: Any, rows: Any,
-    in_pairs: bool,
+    kv: Any, layer: int, head: int, pages: Any, base: int, first: int, last: int, keys: Any, values: Any, packed: Any,
+    rows: Any, in_pairs: bool, widens: bool, packs: bool,
 ) -> bool:  # fmt: skip
-    """Load tokens [first, last) of the tile at `base` as float32: keys [D, 64], transposed, and values [64, D].
+    """Load tokens [first, last) of the tile at `base` as float32: keys [D, 64], transposed, and if it `widens` values
+    [64, D]. If it `packs` all 64, values are also `packed` [32, D, 2], in bfloat16.
 
     `in_pairs`: keys stay bfloat16, [D / 2, 64, 2]. `rows` int64 [16] is scratch for addresses. Other lanes are
     undefined. Returns False for a bad page id.
@@ -129,11 +133,15 @@ def _load_tile(
                 region + page * kv.strides[0] + layer * kv.strides[1] + slot * kv.strides[3] + head * kv.strides[4]
             )
             at = values_at + (lane + j) * value_bytes
-            for d in range(0, whole, LANES):
+            for d in range(0, whole if widens else 0, LANES):
                 widen(element, rows[j] + kv.strides[2] + d * kv.itemsize, at + d * F32_BYTES)
             for d in range(whole, size):
                 keys[d, lane + j] = to_f32(kv[page, layer, 0, slot, head, d])
                 values[lane + j, d] = to_f32(kv[page, layer, 1, slot, head, d])
+        if HAS_TILES:
+            for j in range(0, LANES if packs else 0, 2):
+                at = np.int64(packed.ctypes.data) + (lane + j) // 2 * F32_BYTES * size
+                interleave(rows[j] + kv.strides[2], rows[j + 1] + kv.strides[2], size, at)
         if in_pairs:
             for d in range(0, size // 2, LANES):
                 transpose(_ZERO, rows_at, d * F32_BYTES, keys_at + d * key_bytes + lane * F32_BYTES, key_bytes)
@@ -165,7 +173,7 @@ def _read_ahead(kv: Any, layer: int, head: int, num_heads: int, pages: Any, firs
 @jit
 def _attend_block(
     kv: Any, layer: int, head: int, ahead: int, group: int, query: Any, out: Any, start: int, end: int, positions: Any,
-    pages: Any, scale: Any, window: int, sinks: Any,
+    pages: Any, scale: Any, window: int, sinks: Any, tiles: int,
 ) -> bool:  # fmt: skip
     """Compute out for rows [start, end) of one request and the query heads of one KV head. Returns False for a bad
     page id.
@@ -175,13 +183,19 @@ def _attend_block(
     size = kv.shape[5]
     padded, count = (size + LANES - 1) // LANES * LANES, (end - start) * group
     keys, values = np.empty((size, TILE), np.float32), np.empty((TILE, padded), np.float32)
-    queries, sums = np.empty((count, size), np.float32), np.zeros((count, padded), np.float32)
+    queries = np.empty((count, size), np.float32)
     maxima, totals = np.full(count, MINUS_INFINITY), np.zeros(count, np.float32)
-    scores, factors = np.empty((ROW_BLOCK, TILE), np.float32), np.empty(ROW_BLOCK, np.float32)
-    rows, edges, seen = np.empty(LANES, np.int64), np.empty((2, ROW_BLOCK), np.int64), np.empty(count, np.int64)
     # If the pairs fill whole vectors.
     in_pairs = HAS_BF16_PAIRS and kv.itemsize == 2 and size % (2 * LANES) == 0
-    pairs = np.empty((count if in_pairs else 0, size), query.dtype)
+    in_tiles = HAS_TILES and in_pairs and tiles != 0
+    at_once = min(TILE_ROWS, count) if in_tiles else ROW_BLOCK
+    scores, factors = np.empty((at_once, TILE), np.float32), np.empty(at_once, np.float32)
+    rows, edges, seen = np.empty(LANES, np.int64), np.empty((2, at_once), np.int64), np.empty(count, np.int64)
+    packed = np.empty((TILE // 2 if in_tiles else 0, size, 2), np.uint16)
+    weights = np.empty((2, at_once if in_tiles else 0, TILE), np.uint16)
+    whole = (count + at_once - 1) // at_once * at_once
+    sums = np.zeros((whole, padded), np.float32)
+    pairs = np.empty((whole if in_pairs else 0, size), query.dtype)
     for i in range(count):
         row, first = start + i // group, (head * group + i % group) * size
         seen[i] = positions[row]
@@ -199,16 +213,28 @@ def _attend_block(
     limit = positions[end - 1] + 1
     oldest = max(positions[start] - window + 1, 0) if window > 0 else 0
     read_ahead = max(1, _READ_AHEAD_BYTES // (2 * TILE * max(1, ahead) * kv.strides[4])) * TILE
+    if HAS_TILES and in_tiles:
+        begin_tiles(at_once)
     for base in range(oldest // TILE * TILE, limit, TILE):
         if ahead > 0 and (base - oldest // TILE * TILE) % read_ahead == 0:
             _read_ahead(kv, layer, head, ahead, pages, max(base, oldest), min(base + read_ahead, limit))
+        is_whole = positions[start] >= base + TILE - 1 and (window == 0 or limit - window <= base)
         if not _load_tile(
-            kv, layer, head, pages, base, max(base, oldest), min(base + TILE, limit), keys, values, rows, in_pairs
-        ):
+            kv, layer, head, pages, base, max(base, oldest), min(base + TILE, limit), keys, values, packed, rows,
+            in_pairs, not in_tiles or not is_whole, in_tiles and limit >= base + TILE,
+        ):  # fmt: skip
             return False
+        if HAS_TILES and in_tiles:
+            attend_in_tiles(
+                base, window, seen, pairs, keys, packed, values, sums, maxima, totals, scores, weights, factors, edges,
+                scale,
+            )  # fmt: skip
+            continue
         attend_tile(
             base, window, seen, queries, pairs, keys, values, sums, maxima, totals, scores, factors, edges, scale
         )
+    if HAS_TILES and in_tiles:
+        end_tiles()
     element = out[0, 0]
     for i in range(count):
         for d in range(size):
@@ -219,7 +245,7 @@ def _attend_block(
 @jit
 def attend_pieces(
     counter: Any, kv: Any, layer: int, group: int, window: int, query: Any, out: Any, positions: Any, query_start: Any,
-    page_table: Any, scale: Any, sinks: Any,
+    page_table: Any, scale: Any, sinks: Any, tiles: int,
 ) -> tuple[int, int, bool]:  # fmt: skip
     """Attend the pieces that this thread takes from `counter`. Returns the number of all pieces, that of this thread's,
     and whether all page ids were good; a bad one ends it."""
@@ -241,7 +267,7 @@ def attend_pieces(
                         ahead = heads_per_piece if head == first else 0
                         is_valid = is_valid and _attend_block(
                             kv, layer, head, ahead, group, query, out, start, end, positions, page_table[r], scale,
-                            window, sinks,
+                            window, sinks, tiles,
                         )  # fmt: skip
                     taken += 1
                     mine = take(counter)
@@ -288,8 +314,9 @@ def _attend_step(arguments: Any, element: Any) -> None:
     # float32 [H], or empty.
     sinks = carray(pointer(a[_SINKS], _ZERO), (heads * group if a[_SINKS] else 0,))
     _, _, is_valid = attend_pieces(
-        arguments, kv, layer, group, window, query, out, positions, query_start, page_table, float_of(a[_SCALE]), sinks
-    )
+        arguments, kv, layer, group, window, query, out, positions, query_start, page_table, float_of(a[_SCALE]), sinks,
+        a[_TILES],
+    )  # fmt: skip
     if not is_valid:
         a[FAULT] = 1
 

@@ -40,6 +40,7 @@ from baton.kernels.cpu.fused.fields import (
     SCALE,
     SIN,
     SIZE,
+    TILES,
 )
 from baton.kernels.cpu.fused.rows import BF16, ELEMENT_BYTES, ROWS_AT_ONCE, number_at
 from baton.kernels.cpu.fused.stages import STAGE_BYTES, finish, take_piece
@@ -102,7 +103,7 @@ def attend(a: Any, layer: Any, place: Any, is_wanted: bool, stage: int) -> bool:
     stage += STAGE_BYTES
     total, mine, is_valid = attend_pieces(
         pointer(stage, np.int64(0)), kv, place[1], heads // kv_heads, place[2], query, out, positions,
-        query_start, page_table, float_of(a[SCALE]), carray(pointer(np.int64(0), _ZERO), (0,)),
+        query_start, page_table, float_of(a[SCALE]), carray(pointer(np.int64(0), _ZERO), (0,)), a[TILES],
     )  # fmt: skip
     if not is_valid:
         a[FAULT] = 1

@@ -6,7 +6,7 @@ Shapes: T rows, H query heads, G key-value heads, D head size, E hidden size, I 
 from __future__ import annotations
 
 # A weight is three addresses: its own, that of its scales (0: not int8), that of its bias (0: none).
-NUM_FIELDS = 53
+NUM_FIELDS = 54
 (
     FAULT,
     NUM_ROWS,
@@ -19,6 +19,7 @@ NUM_FIELDS = 53
     INNER,
     EPS,
     SCALE,
+    TILES,  # whether attention may use them
     POSITIONS,  # int64 [T], which are slots
     ANGLES,  # int64 [T], by which heads are rotated
     QUERY_START,

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from baton.jit_cache import jit
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS, add_products, store_with_bias
-from baton.kernels.cpu.gemm import tile_gemm as tiles
-from baton.kernels.cpu.gemm.tile_gemm import HAS_TILES, may_use_tiles, multiply_tiles
+from baton.kernels.cpu.gemm.tile_gemm import BLOCK as TILE_BLOCK
+from baton.kernels.cpu.gemm.tile_gemm import multiply_tiles
 from baton.kernels.cpu.omp import Kernel, arguments, take, threads_for
 from baton.kernels.cpu.simd import CHUNKS, LANES, cgutils, prefetch
+from baton.kernels.cpu.tiles import HAS_TILES, TILE_COLUMNS, may_use_tiles
 
 # With more rows oneDNN is as fast.
 MAX_ROWS = 64
@@ -170,7 +171,7 @@ def multiply_piece(
     if HAS_TILES:
         then = weight + outputs_of(outputs, following if following < num_pieces(outputs) else piece)[0] * columns * 2
         right, bias_at = weight + at * columns * 2, bias + 2 * at if bias != 0 else bias
-        steps, blocks = columns // tiles.COLUMNS, count // tiles.BLOCK
+        steps, blocks = columns // TILE_COLUMNS, count // TILE_BLOCK
         multiply_tiles(num_rows, x, 2 * columns, right, steps, bias_at, out, out_bytes, blocks, then)
         return
     steps, span = columns // 2, (_SPANS[1] if columns > _SPANS[1] else _SPANS[0]) // 2
@@ -210,9 +211,9 @@ def packed_address(weight: Tensor, packed: Tensor) -> int | None:
     if num_bytes != 2 * outputs * columns or not at:
         return None
     # oneDNN does not report the layout: compare some of the data.
-    if HAS_TILES and (columns % tiles.COLUMNS or not may_use_tiles()):
+    if HAS_TILES and (columns % TILE_COLUMNS or not may_use_tiles()):
         return None
-    half, block = columns // 2, tiles.BLOCK if HAS_TILES else _BLOCK
+    half, block = columns // 2, TILE_BLOCK if HAS_TILES else _BLOCK
     stored = np.ctypeslib.as_array((ctypes.c_uint16 * (outputs * columns)).from_address(at)).reshape(-1, half, block, 2)
     plain = weight.view(torch.uint16).numpy().reshape(-1, block, half, 2)
     some = [0, len(stored) // 2, len(stored) - 1]

@@ -5,9 +5,6 @@ TDPBF16PS adds 32 columns at a time, in order, as oneDNN does: the bits are equa
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import platform
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -16,133 +13,131 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.extending import intrinsic
 
 from baton.jit_cache import jit
-from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS, store_with_bias
-from baton.kernels.cpu.simd import LANES, cgutils, has_features, prefetch
+from baton.kernels.cpu.bf16_dot import rounded_pair
+from baton.kernels.cpu.simd import LANES, cgutils, load, load_widened, prefetch, store
+from baton.kernels.cpu.tiles import (
+    TILE_BYTES,
+    TILE_PAIRS,
+    TILE_ROWS,
+    add_product,
+    configure,
+    load_tile,
+    release,
+    store_tile,
+    zero,
+)
 
-HAS_TILES = HAS_BF16_PAIRS and has_features("amx-tile", "amx-bf16")
 # Outputs of a block of weights.
 BLOCK = 32
-# Columns of a tile, and its rows.
-COLUMNS, _ROWS = 32, 16
-_TILE_BYTES = 64
 _CHUNKS = BLOCK // LANES
+_SUM_BYTES = 4 * BLOCK
 # A step is a tile of each chunk, side by side.
 _PAIR_BYTES = 4 * BLOCK
-_STEP_BYTES = _PAIR_BYTES * COLUMNS // 2
+_STEP_BYTES = _PAIR_BYTES * TILE_PAIRS
 # Steps by which weights are fetched ahead.
 _AHEAD = 4
-# Linux: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
-_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
-_I8, _I64 = ir.IntType(8), ir.IntType(64)
+_I64 = ir.IntType(64)
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 
 
-@functools.cache
-def may_use_tiles() -> bool:
-    """Asks Linux for the permission to use tiles."""
-    if not HAS_TILES or platform.system() != "Linux":
-        return False
-    system_call = ctypes.CDLL(None).syscall
-    return bool(
-        system_call(ctypes.c_long(_ARCH_PRCTL), ctypes.c_ulong(_REQUEST_PERMISSION), ctypes.c_ulong(_TILE_DATA)) == 0
-    )
+def _places(groups: int) -> tuple[dict[tuple[int, int], int], list[int], list[int]]:
+    """The tiles of sums by (group of rows, chunk), of each group's rows, and of each chunk's weights."""
+    totals = {(group, chunk): group * _CHUNKS + chunk for group in range(groups) for chunk in range(_CHUNKS)}
+    first = len(totals)
+    return totals, list(range(first, first + groups)), list(range(first + groups, first + groups + _CHUNKS))
+
+
+def _begun(typing_context: Any, num_groups: Any, last_rows: Any) -> Any:
+    """`num_groups`, a literal: of 16 rows, but `last_rows` in the last."""
+    groups = num_groups.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        totals, lefts, rights = _places(groups)
+        rows = [ir.Constant(_I64, TILE_ROWS)] * (groups - 1) + [args[1]]
+        heights = {tile: rows[group] for (group, _), tile in totals.items()}
+        heights |= dict(zip(lefts, rows, strict=True)) | dict.fromkeys(rights, ir.Constant(_I64, TILE_PAIRS))
+        configure(builder, heights)
+        return context.get_dummy_value()
+
+    return numba.void(num_groups, numba.int64), generate
+
+
+def _ended(typing_context: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        release(builder)
+        return context.get_dummy_value()
+
+    return numba.void(), generate
 
 
 def _tile_products(
-    typing_context: Any, num_groups: Any, first_rows: Any, second_rows: Any, left: Any, row_bytes: Any, right: Any,
-    steps: Any, then: Any, bias: Any, out: Any, out_bytes: Any,
+    typing_context: Any, num_groups: Any, num_rows: Any, left: Any, row_bytes: Any, right: Any, steps: Any, then: Any,
+    bias: Any, out: Any, out_bytes: Any,
 ) -> Any:  # fmt: skip
-    """out [first_rows + second_rows, 32] = sum over `steps` of left [row, step] * right [step], plus bias (0: none).
+    """out [num_rows, 32] = sum over `steps` of left [row, step] * right [step], plus bias (0: none).
 
-    `num_groups`, a literal, is 2 if there are second rows; first ones are then 16. At `then` (0: nothing is fetched)
-    are the weights that are read next.
+    After `_begin`. At `then` (0: nothing is fetched) are the weights that are read next.
     """
-    groups = range(num_groups.literal_value)
+    groups = num_groups.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _, *rows, left, row_bytes, right, steps, then, bias, out, out_bytes = args
-        sums = cgutils.alloca_once(builder, ir.ArrayType(_I64, len(groups) * _CHUNKS * _ROWS * _TILE_BYTES // 8))
-        sums.align = _TILE_BYTES
+        _, num_rows, left, row_bytes, right, steps, then, bias, out, out_bytes = args
+        totals, lefts, rights = _places(groups)
+        sums = cgutils.alloca_once(builder, ir.ArrayType(_I64, groups * TILE_ROWS * _SUM_BYTES // 8))
+        sums.align = TILE_BYTES
         sums_at = builder.ptrtoint(sums, _I64)
-        places = [(group, chunk) for group in groups for chunk in range(_CHUNKS)]
-        totals = {place: number for number, place in enumerate(places)}
-        lefts = {group: len(places) + group for group in groups}
-        rights = [len(places) + len(groups) + chunk for chunk in range(_CHUNKS)]
-        heights = {totals[group, chunk]: rows[group] for group, chunk in places}
-        heights |= {lefts[group]: rows[group] for group in groups}
-        heights |= {tile: ir.Constant(_I64, COLUMNS // 2) for tile in rights}
-        _configure(builder, heights)
         for tile in totals.values():
-            _call(builder, "tilezero", _number(tile))
-        starts = [
-            builder.add(left, builder.mul(row_bytes, ir.Constant(_I64, _ROWS * group))) for group in groups
-        ]  # fmt: skip
+            zero(builder, tile)
+        group_bytes = builder.mul(row_bytes, ir.Constant(_I64, TILE_ROWS))
         with cgutils.for_range(builder, steps, intp=_I64) as loop:
             here = builder.add(right, builder.mul(loop.index, ir.Constant(_I64, _STEP_BYTES)))
-            column = builder.mul(loop.index, ir.Constant(_I64, _TILE_BYTES))
             with builder.if_then(builder.icmp_signed("!=", then, ir.Constant(_I64, 0))):
                 left_over = builder.sub(builder.sub(steps, loop.index), ir.Constant(_I64, _AHEAD))
                 after = builder.sub(then, builder.mul(left_over, ir.Constant(_I64, _STEP_BYTES)))
                 within = builder.add(here, ir.Constant(_I64, _AHEAD * _STEP_BYTES))
                 is_within = builder.icmp_signed(">", left_over, ir.Constant(_I64, 0))
                 prefetch(builder, builder.select(is_within, within, after), _STEP_BYTES)
-            for group, start in enumerate(starts):
-                _move(builder, "tileloadd64", lefts[group], builder.add(start, column), row_bytes)
+            at = builder.add(left, builder.mul(loop.index, ir.Constant(_I64, TILE_BYTES)))
+            for tile in lefts:
+                load_tile(builder, tile, at, row_bytes)
+                at = builder.add(at, group_bytes)
             for chunk, tile in enumerate(rights):
-                at = builder.add(here, ir.Constant(_I64, _TILE_BYTES * chunk))
-                _move(builder, "tileloadd64", tile, at, ir.Constant(_I64, _PAIR_BYTES))
+                at = builder.add(here, ir.Constant(_I64, TILE_BYTES * chunk))
+                load_tile(builder, tile, at, ir.Constant(_I64, _PAIR_BYTES))
             for (group, chunk), total in totals.items():
-                _call(builder, "tdpbf16ps", _number(total), _number(lefts[group]), _number(rights[chunk]))
-        group_bytes = _CHUNKS * _ROWS * _TILE_BYTES
+                add_product(builder, total, lefts[group], rights[chunk])
         for (group, chunk), total in totals.items():
-            at = builder.add(sums_at, ir.Constant(_I64, group * group_bytes + _TILE_BYTES * chunk))
-            _move(builder, "tilestored64", total, at, ir.Constant(_I64, _CHUNKS * _TILE_BYTES))
-        _call(builder, "tilerelease")
-        for group in groups:
-            with cgutils.for_range(builder, rows[group], intp=_I64) as loop:
-                at = builder.add(sums_at, builder.mul(loop.index, ir.Constant(_I64, _CHUNKS * _TILE_BYTES)))
-                at = builder.add(at, ir.Constant(_I64, group * group_bytes))
-                row = {
-                    (0, chunk): builder.inttoptr(
-                        builder.add(at, ir.Constant(_I64, _TILE_BYTES * chunk)), _VECTOR.as_pointer()
-                    )
-                    for chunk in range(_CHUNKS)
-                }
-                number = builder.add(loop.index, ir.Constant(_I64, _ROWS * group))
-                store_with_bias(builder, row, bias, builder.add(out, builder.mul(number, out_bytes)), out_bytes)
+            at = builder.add(sums_at, ir.Constant(_I64, group * TILE_ROWS * _SUM_BYTES + TILE_BYTES * chunk))
+            store_tile(builder, total, at, ir.Constant(_I64, _SUM_BYTES))
+        _store_rows(builder, num_rows, sums_at, bias, out, out_bytes)
         return context.get_dummy_value()
 
-    return numba.void(num_groups, *[numba.int64] * 10), generate
+    return numba.void(num_groups, *[numba.int64] * 9), generate
 
 
-def _configure(builder: Any, heights: dict[int, Any]) -> None:
-    """Tiles of 64 bytes a row."""
-    config = cgutils.alloca_once(builder, ir.ArrayType(_I64, 8))
-    config.align = _TILE_BYTES
-    widths, rows = [0, 0], ir.Constant(_I64, 0)
-    for tile, height in heights.items():
-        widths[tile // 4] |= _TILE_BYTES << (16 * (tile % 4))
-        rows = builder.or_(rows, builder.shl(height, ir.Constant(_I64, 8 * tile)))
-    words = [ir.Constant(_I64, word) for word in (1, 0, *widths, 0, 0)]
-    for place, word in enumerate([*words, rows, ir.Constant(_I64, 0)]):
-        builder.store(word, builder.gep(config, [ir.Constant(_I64, 0), ir.Constant(_I64, place)]))
-    _call(builder, "ldtilecfg", builder.bitcast(config, _I8.as_pointer()))
+def _store_rows(builder: Any, num_rows: Any, sums: Any, bias: Any, out: Any, out_bytes: Any) -> None:
+    chunks = [ir.Constant(_I64, chunk) for chunk in range(_CHUNKS)]
+    added = [cgutils.alloca_once_value(builder, ir.Constant(_VECTOR, [0.0] * LANES)) for _ in chunks]
+    has_bias = builder.icmp_signed("!=", bias, ir.Constant(_I64, 0))
+    with builder.if_then(has_bias):
+        for chunk, to in enumerate(added):
+            builder.store(load_widened(builder, builder.add(bias, ir.Constant(_I64, 2 * LANES * chunk)), 2), to)
+    biases = [builder.load(vector) for vector in added]
+    with cgutils.for_range(builder, num_rows, intp=_I64) as loop:
+        at = builder.add(sums, builder.mul(loop.index, ir.Constant(_I64, _SUM_BYTES)))
+        totals = [load(builder, at, TILE_BYTES * chunk) for chunk in range(_CHUNKS)]
+        # A sum of -0 has no bias of 0 added.
+        totals = [
+            builder.select(has_bias, builder.fadd(total, vector), total)
+            for total, vector in zip(totals, biases, strict=True)
+        ]
+        store(builder, rounded_pair(builder, *totals), builder.add(out, builder.mul(loop.index, out_bytes)))
 
 
-def _number(tile: int) -> Any:
-    return ir.Constant(_I8, tile)
-
-
-def _move(builder: Any, name: str, tile: int, at: Any, stride: Any) -> None:
-    _call(builder, name, _number(tile), builder.inttoptr(at, _I8.as_pointer()), stride)
-
-
-def _call(builder: Any, name: str, *args: Any) -> None:
-    function_type = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
-    builder.call(cgutils.get_or_insert_function(builder.module, function_type, f"llvm.x86.{name}"), args)
-
-
-_products = cast(Callable[..., Any], intrinsic(prefer_literal=True)(_tile_products))
+_Call = Callable[..., Any]
+_begin = cast(_Call, intrinsic(prefer_literal=True)(_begun))
+_end = cast(_Call, intrinsic(_ended))
+_products = cast(_Call, intrinsic(prefer_literal=True)(_tile_products))
 
 
 @jit
@@ -151,16 +146,30 @@ def multiply_tiles(
     following: Any,
 ) -> None:  # fmt: skip
     """The first pass also fetches weights ahead, at last those at `following`."""
-    for block in range(blocks):
-        weights, y = right + block * steps * _STEP_BYTES, out + block * BLOCK * 2
-        bias_at = bias + block * BLOCK * 2 if bias != 0 else bias
-        then = weights + steps * _STEP_BYTES if block < blocks - 1 else following
-        row = 0
-        while row < num_rows:
-            count = min(num_rows - row, 2 * _ROWS)
-            x, to = left + row * row_bytes, y + row * out_bytes
-            if count > _ROWS:
-                _products(2, _ROWS, count - _ROWS, x, row_bytes, weights, steps, then, bias_at, to, out_bytes)
-            else:
-                _products(1, count, 0, x, row_bytes, weights, steps, then, bias_at, to, out_bytes)
-            then, row = weights - weights, row + count
+    last = num_rows % (2 * TILE_ROWS)
+    for part in range(2):
+        # Whole pairs of groups, and then the rest, for which tiles have other rows.
+        first, stop = (0, num_rows - last) if part == 0 else (num_rows - last, num_rows)
+        if first == stop:
+            continue
+        if part == 0:
+            _begin(2, TILE_ROWS)
+        elif last > TILE_ROWS:
+            _begin(2, last - TILE_ROWS)
+        else:
+            _begin(1, last)
+        for block in range(blocks):
+            weights, y = right + block * steps * _STEP_BYTES, out + block * BLOCK * 2
+            bias_at = bias + block * BLOCK * 2 if bias != 0 else bias
+            then = weights + steps * _STEP_BYTES if block < blocks - 1 else following
+            if first > 0:
+                then = weights - weights
+            for row in range(first, stop, 2 * TILE_ROWS):
+                count, x, to = min(stop - row, 2 * TILE_ROWS), left + row * row_bytes, y + row * out_bytes
+                if count > TILE_ROWS:
+                    _products(2, count, x, row_bytes, weights, steps, then, bias_at, to, out_bytes)
+                else:
+                    _products(1, count, x, row_bytes, weights, steps, then, bias_at, to, out_bytes)
+                then = weights - weights
+    if num_rows > 0:
+        _end()

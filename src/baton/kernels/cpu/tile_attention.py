@@ -1,0 +1,254 @@
+"""As `attention_tile`, in tiles of Intel AMX: keys and values of bfloat16, 16 vectors at a time.
+
+Weights of values are split into two bfloat16 numbers, which lose 2^-17 of them. A vector that sees a part of the 64
+keys gets them in float32, one by one: unseen values may be NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numba
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.extending import intrinsic
+
+from baton.jit_cache import jit
+from baton.kernels.cpu.attention_tile import F32_BYTES, ROW_BLOCK, TILE, later, multiply, soften
+from baton.kernels.cpu.bf16_dot import rounded_pair
+from baton.kernels.cpu.simd import (
+    CHUNKS,
+    LANES,
+    cgutils,
+    exponential,
+    fma,
+    folded,
+    largest,
+    load,
+    load_widened,
+    splat,
+    store,
+)
+from baton.kernels.cpu.tiles import (
+    TILE_BYTES,
+    TILE_COLUMNS,
+    TILE_PAIRS,
+    TILE_ROWS,
+    add_product,
+    configure,
+    load_tile,
+    release,
+    store_tile,
+    zero,
+)
+
+_NARROW_BYTES = 2
+# Sums or weights, with as many rows as vectors, and what they are multiplied by.
+_LEFTS, _RIGHTS = range(6), (6, 7)
+_STEPS = TILE // TILE_COLUMNS
+_I16, _I64 = ir.IntType(16), ir.IntType(64)
+_ONE = np.float32(1.0)
+
+
+def _begun(typing_context: Any, num_rows: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        heights = dict.fromkeys(_LEFTS, args[0]) | dict.fromkeys(_RIGHTS, ir.Constant(_I64, TILE_PAIRS))
+        configure(builder, heights)
+        return context.get_dummy_value()
+
+    return numba.void(numba.int64), generate
+
+
+def _ended(typing_context: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        release(builder)
+        return context.get_dummy_value()
+
+    return numba.void(), generate
+
+
+def _scored(typing_context: Any, queries: Any, query_bytes: Any, keys: Any, steps: Any, scores: Any) -> Any:
+    """scores [N, 64] float32 = queries [N, D] times keys [D / 2, 64, 2] of bfloat16, D = 32 * `steps`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        queries, query_bytes, keys, steps, scores = args
+        key_bytes = ir.Constant(_I64, F32_BYTES * TILE)
+        for chunk in range(CHUNKS):
+            zero(builder, chunk)
+        with cgutils.for_range(builder, steps, intp=_I64) as loop:
+            column = builder.mul(loop.index, ir.Constant(_I64, TILE_BYTES))
+            load_tile(builder, CHUNKS, builder.add(queries, column), query_bytes)
+            here = builder.add(keys, builder.mul(loop.index, ir.Constant(_I64, TILE_PAIRS * F32_BYTES * TILE)))
+            for chunk in range(CHUNKS):
+                right = _RIGHTS[chunk % 2]
+                load_tile(builder, right, builder.add(here, ir.Constant(_I64, TILE_BYTES * chunk)), key_bytes)
+                add_product(builder, chunk, CHUNKS, right)
+        for chunk in range(CHUNKS):
+            store_tile(builder, chunk, builder.add(scores, ir.Constant(_I64, TILE_BYTES * chunk)), key_bytes)
+        return context.get_dummy_value()
+
+    return numba.void(*[numba.int64] * 5), generate
+
+
+def _summed(typing_context: Any, weights: Any, low: Any, values: Any, sums: Any, sum_bytes: Any) -> Any:
+    """sums [N, P] += (weights + low) [N, 64] times values [32, P, 2] of bfloat16, P = `sum_bytes` / 4."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        weights, low, values, sums, sum_bytes = args
+        parts = dict(zip(_LEFTS[2:], [(at, step) for at in (weights, low) for step in range(_STEPS)], strict=True))
+        for tile, (at, step) in parts.items():
+            at = builder.add(at, ir.Constant(_I64, TILE_BYTES * step))
+            load_tile(builder, tile, at, ir.Constant(_I64, _NARROW_BYTES * TILE))
+        step_bytes = builder.mul(sum_bytes, ir.Constant(_I64, TILE_PAIRS))
+        with cgutils.for_range(builder, builder.sdiv(sum_bytes, ir.Constant(_I64, 2 * TILE_BYTES)), intp=_I64) as loop:
+            for total in range(2):
+                column = builder.mul(loop.index, ir.Constant(_I64, 2 * TILE_BYTES))
+                column = builder.add(column, ir.Constant(_I64, TILE_BYTES * total))
+                here = builder.add(sums, column)
+                load_tile(builder, total, here, sum_bytes)
+                for step, right in enumerate(_RIGHTS):
+                    at = builder.add(builder.mul(step_bytes, ir.Constant(_I64, step)), column)
+                    load_tile(builder, right, builder.add(values, at), sum_bytes)
+                for tile, (_, step) in parts.items():
+                    add_product(builder, total, tile, _RIGHTS[step])
+                store_tile(builder, total, here, sum_bytes)
+        return context.get_dummy_value()
+
+    return numba.void(*[numba.int64] * 5), generate
+
+
+def _scaled(typing_context: Any, numbers: Any, count: Any, factor: Any) -> Any:
+    """Multiply `count` float32, a multiple of 16."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        numbers, count, factor = args
+        factor = splat(builder, factor)
+        with cgutils.for_range(builder, builder.sdiv(count, ir.Constant(_I64, LANES)), intp=_I64) as loop:
+            at = builder.add(numbers, builder.mul(loop.index, ir.Constant(_I64, F32_BYTES * LANES)))
+            store(builder, builder.fmul(load(builder, at), factor), at)
+        return context.get_dummy_value()
+
+    return numba.void(numba.int64, numba.int64, numba.float32), generate
+
+
+def _weighed(typing_context: Any, scores: Any, scale: Any, peak: Any, high: Any, low: Any) -> Any:
+    """e^(score * scale - peak) of 64 scores, each as a sum of two bfloat16 numbers. Returns their sum."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        scores, scale, peak, high, low = args
+        scale, minus = splat(builder, scale), builder.fneg(splat(builder, peak))
+        weights = [
+            exponential(builder, fma(builder, load(builder, scores, TILE_BYTES * chunk), scale, minus))
+            for chunk in range(CHUNKS)
+        ]
+        for chunk in range(0, CHUNKS, 2):
+            offset = ir.Constant(_I64, TILE_BYTES * chunk // 2)
+            to, rest_to = builder.add(high, offset), builder.add(low, offset)
+            pair = weights[chunk : chunk + 2]
+            store(builder, rounded_pair(builder, *pair), to)
+            rest = [
+                builder.fsub(weight, load_widened(builder, builder.add(to, ir.Constant(_I64, 2 * LANES * half)), 2))
+                for half, weight in enumerate(pair)
+            ]
+            store(builder, rounded_pair(builder, *rest), rest_to)
+        total = builder.fadd(builder.fadd(weights[0], weights[2]), builder.fadd(weights[1], weights[3]))
+        return folded(builder, total, lambda builder, a, b: builder.fadd(a, b))
+
+    return numba.float32(numba.int64, numba.float32, numba.float32, numba.int64, numba.int64), generate
+
+
+def _interleaved(typing_context: Any, first: Any, second: Any, count: Any, out: Any) -> Any:
+    """out [count, 2] from two rows of `count` bfloat16 numbers, a multiple of 32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        first, second, count, out = args
+        width = 2 * LANES
+        row = ir.VectorType(_I16, width)
+        with cgutils.for_range(builder, builder.sdiv(count, ir.Constant(_I64, width)), intp=_I64) as loop:
+            offset = builder.mul(loop.index, ir.Constant(_I64, _NARROW_BYTES * width))
+            rows = [load(builder, at, offset, row) for at in (first, second)]
+            to = builder.add(out, builder.mul(offset, ir.Constant(_I64, 2)))
+            for half in range(2):
+                lanes = [lane + other for lane in range(LANES * half, LANES * (half + 1)) for other in (0, width)]
+                mask = ir.Constant(ir.VectorType(ir.IntType(32), width), lanes)
+                store(builder, builder.shuffle_vector(*rows, mask), to, TILE_BYTES * half)
+        return context.get_dummy_value()
+
+    return numba.void(*[numba.int64] * 4), generate
+
+
+_Call = Callable[..., Any]
+begin_tiles = cast(_Call, intrinsic(_begun))
+end_tiles = cast(_Call, intrinsic(_ended))
+_score = cast(_Call, intrinsic(_scored))
+_sum = cast(_Call, intrinsic(_summed))
+_scale = cast(_Call, intrinsic(_scaled))
+_weigh = cast(_Call, intrinsic(_weighed))
+interleave = cast(_Call, intrinsic(_interleaved))
+
+
+@jit
+def attend_in_tiles(
+    base: int, window: int, seen: Any, pairs: Any, keys: Any, packed: Any, values: Any, sums: Any, maxima: Any,
+    totals: Any, scores: Any, weights: Any, factors: Any, edges: Any, scale: Any,
+) -> None:  # fmt: skip
+    """As `attend_tile`, with `pairs`. Values are `packed` [32, P, 2] in bfloat16 for vectors that see the whole tile,
+    and float32 [64, P] for others. Scratch space: `scores` [16, 64], `weights` bfloat16 [2, 16, 64], `factors` [16],
+    `edges` int64 [2, 16]. `pairs` and `sums` have whole groups of 16 rows, or of all. Called between `begin_tiles` of a
+    group and `end_tiles`.
+    """
+    count, size, padded = len(seen), pairs.shape[1], sums.shape[1]
+    keys_at, values_at, sums_at = np.int64(keys.ctypes.data), np.int64(values.ctypes.data), np.int64(sums.ctypes.data)
+    scores_at, factors_at = np.int64(scores.ctypes.data), np.int64(factors.ctypes.data)
+    pairs_at, packed_at, high_at = (
+        np.int64(pairs.ctypes.data), np.int64(packed.ctypes.data), np.int64(weights.ctypes.data),
+    )  # fmt: skip
+    score_bytes, sum_bytes, weight_bytes = F32_BYTES * TILE, F32_BYTES * padded, _NARROW_BYTES * TILE
+    low_at, low, high = high_at + weights.shape[1] * weight_bytes, edges[0], edges[1]
+    at_once = min(TILE_ROWS, count)
+    for i in range(0, count, at_once):
+        num_rows = min(at_once, count - i)
+        # [first, last): the vectors that see the whole tile.
+        first, last, any_sees = num_rows, num_rows, False
+        for j in range(num_rows):
+            low[j] = max(seen[i + j] - window + 1 - base, 0) if window > 0 else 0
+            high[j] = min(seen[i + j] + 1 - base, TILE)
+            any_sees = any_sees or low[j] < high[j]
+            if low[j] == 0 and high[j] == TILE:
+                first, last = min(first, j), j + 1
+        if not any_sees:
+            continue
+        _score(pairs_at + i * size * _NARROW_BYTES, size * _NARROW_BYTES, keys_at, size // TILE_COLUMNS, scores_at)
+        for j in range(num_rows):
+            at = scores_at + j * score_bytes
+            if first <= j < last:
+                factors[j], peak = later(largest(at, 0, TILE) * scale, i + j, maxima)
+                weight = _weigh(at, scale, peak, high_at + j * weight_bytes, low_at + j * weight_bytes)
+                totals[i + j] = totals[i + j] * factors[j] + weight
+                if factors[j] != _ONE:
+                    _scale(sums_at + (i + j) * sum_bytes, padded, factors[j])
+            elif low[j] < high[j]:
+                _scale(at, TILE, scale)
+                factors[j] = soften(at, low[j], high[j], i + j, maxima, totals)
+        if first < last:
+            at = first * weight_bytes
+            if last - first < num_rows:
+                begin_tiles(last - first)
+            _sum(high_at + at, low_at + at, packed_at, sums_at + (i + first) * sum_bytes, sum_bytes)
+            if last - first < num_rows:
+                begin_tiles(at_once)
+        j = 0
+        while j < num_rows:
+            begin, together = j, 1
+            while j + together < num_rows and together < ROW_BLOCK:
+                if low[j + together] != low[j] or high[j + together] != high[j]:
+                    break
+                together += 1
+            j += together
+            if low[begin] < high[begin] and not first <= begin < last:
+                multiply(
+                    together, scores_at + begin * score_bytes + low[begin] * F32_BYTES, score_bytes,
+                    values_at + low[begin] * sum_bytes, sum_bytes, high[begin] - low[begin],
+                    factors_at + begin * F32_BYTES, sums_at + (i + begin) * sum_bytes, sum_bytes, padded,
+                )  # fmt: skip

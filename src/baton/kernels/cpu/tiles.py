@@ -1,0 +1,70 @@
+"""Tiles of Intel AMX: registers of up to 16 rows of 64 bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+
+from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
+from baton.kernels.cpu.simd import cgutils, has_features
+
+HAS_TILES = HAS_BF16_PAIRS and has_features("amx-tile", "amx-bf16")
+# bfloat16 columns of a tile, or pairs of them.
+TILE_ROWS, TILE_BYTES, TILE_COLUMNS, TILE_PAIRS = 16, 64, 32, 16
+# Linux: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
+_I8, _I64 = ir.IntType(8), ir.IntType(64)
+
+
+@functools.cache
+def may_use_tiles() -> bool:
+    """Asks Linux for the permission."""
+    if not HAS_TILES or platform.system() != "Linux":
+        return False
+    numbers = (_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA)
+    return bool(ctypes.CDLL(None).syscall(*map(ctypes.c_long, numbers)) == 0)
+
+
+def configure(builder: Any, heights: Mapping[int, Any]) -> None:
+    """Rows of the tiles that are used. `release` ends their use."""
+    config = cgutils.alloca_once(builder, ir.ArrayType(_I64, 8))
+    config.align = TILE_BYTES
+    widths, rows = [0, 0], ir.Constant(_I64, 0)
+    for tile, height in heights.items():
+        widths[tile // 4] |= TILE_BYTES << (16 * (tile % 4))
+        rows = builder.or_(rows, builder.shl(height, ir.Constant(_I64, 8 * tile)))
+    for place, word in enumerate((1, 0, *widths, 0, 0, rows, 0)):
+        to = builder.gep(config, [ir.Constant(_I64, 0), ir.Constant(_I64, place)])
+        builder.store(ir.Constant(_I64, word) if isinstance(word, int) else word, to)
+    _call(builder, "ldtilecfg", builder.bitcast(config, _I8.as_pointer()))
+
+
+def release(builder: Any) -> None:
+    _call(builder, "tilerelease")
+
+
+def zero(builder: Any, tile: int) -> None:
+    _call(builder, "tilezero", ir.Constant(_I8, tile))
+
+
+def load_tile(builder: Any, tile: int, at: Any, stride: Any) -> None:
+    _call(builder, "tileloadd64", ir.Constant(_I8, tile), builder.inttoptr(at, _I8.as_pointer()), stride)
+
+
+def store_tile(builder: Any, tile: int, at: Any, stride: Any) -> None:
+    _call(builder, "tilestored64", ir.Constant(_I8, tile), builder.inttoptr(at, _I8.as_pointer()), stride)
+
+
+def add_product(builder: Any, total: int, left: int, right: int) -> None:
+    """total [row, n] += left [row, pair, 2] * right [pair, n, 2], of bfloat16, in float32."""
+    _call(builder, "tdpbf16ps", *[ir.Constant(_I8, tile) for tile in (total, left, right)])
+
+
+def _call(builder: Any, name: str, *args: Any) -> None:
+    function_type = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
+    builder.call(cgutils.get_or_insert_function(builder.module, function_type, f"llvm.x86.{name}"), args)
