@@ -22,7 +22,7 @@ PYTHON = (sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []))
 def start_reporting(
     command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None = None
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """Start a command of `baton` with `--ready-fd`. Returns the process, and the pipe to read reports from.
+    """Start a command of `baton` with `--ready-fd`. Returns the process and the pipe of its reports.
 
     The process has its own session, so Ctrl-C reaches only this process, which shuts its children down cleanly.
     `output`: for stdout and stderr.

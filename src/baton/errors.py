@@ -1,31 +1,4 @@
-"""The exceptions of Baton.
-
-BatonError
-├── ConfigError
-├── CheckpointError
-├── RequestError
-│   ├── UnknownModelError
-│   ├── UnauthorizedError
-│   │   └── InvalidApiKeyError
-│   └── ForbiddenError
-├── OverloadedError
-├── EngineUnavailableError
-│   ├── EngineLostError
-│   ├── EngineStalledError
-│   ├── LegRefusedError
-│   ├── DrainingError
-│   └── ShortageError
-├── CapacityError
-├── NonFiniteLogitsError
-├── ProtocolError
-│   ├── ForeignTicketError
-│   ├── IncompatiblePeerError
-│   ├── TicketExpiredError
-│   ├── UndefinedTransitionError
-│   └── WrongEngineError
-├── HandoffError
-└── TransportError
-"""
+"""The exceptions of Baton."""
 
 from __future__ import annotations
 

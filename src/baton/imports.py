@@ -12,9 +12,8 @@ from collections.abc import Iterator
 def without_gc() -> Iterator[None]:
     """Import PyTorch and packages that need it within this context, in a process of Baton's own.
 
-    Modules are never garbage, but the collector would scan their objects: imports would take a fifth longer, and each
-    later full collection would stop an engine for a tenth of a second. So objects that exist at the end are frozen
-    (`gc.freeze`).
+    Modules are never garbage, but scanning them would make imports a fifth slower, and stop an engine for a tenth of a
+    second at each full collection. So all objects are frozen at the end (`gc.freeze`).
     """
     enabled, known = gc.isenabled(), len(sys.modules)
     gc.disable()

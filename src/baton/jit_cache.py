@@ -1,7 +1,7 @@
 """A disk cache for Numba functions that any change in their sources invalidates.
 
-Numba itself checks only the function's own file, and raises for damaged files and full disks. Processes write its index
-and code without a lock: one could load old code, several compile the same.
+Numba itself checks only the function's own file, and raises for damaged files and full disks. Its index and code are
+written without a lock: one process could load old code, several compile the same.
 """
 
 from __future__ import annotations

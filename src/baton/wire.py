@@ -60,8 +60,8 @@ def encoded_once(prompt: list[int]) -> list[int] | msgspec.Raw:
 
 
 class HandoffParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Marks a request as a leg of a handoff, or as one that an engine of a deployment computes `alone`. For `alone` the
-    `ticket` names the engine as both P and D.
+    """Marks a leg of a handoff, or a request that an engine of a deployment computes `alone`. For `alone` the `ticket`
+    names the engine as both P and D.
 
     `prefix_len`: only cached KV moves, from the engine with role `prefill` into the prefix cache of the one with role
     `decode`, and nothing is computed. The first sends at most this many tokens of the prompt, and reports with its
@@ -85,7 +85,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     - `num_prompt_tokens`: the length of the client's prompt. A resumed request's `prompt_token_ids` is longer: it ends
       with output tokens that the client has, which must not shift penalties, limits and positions.
     - `cache_salt`: KV is only shared between requests with the same salt.
-    - `max_prefill_tokens`: an engine that lacks the KV of more tokens declines the request as `prefix_missing`.
+    - `max_prefill_tokens`: an engine that lacks KV of more tokens declines as `prefix_missing`.
     - `timings`: the engine sends `LegTimings` with its first tokens.
     - `waited_s`: seconds since the request began, if earlier attempts failed: it keeps its place in the queue.
     - `priority`: lower runs first, as in vLLM. `ttft_slo_s`: how soon the first token should come.
@@ -144,19 +144,19 @@ class LegTimings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine step's output for one request. The last chunk has `finish_reason` set.
+    """One engine step's output for one request. The last chunk has `finish_reason`.
 
     - `position`: the output index of the first of `token_ids`; 0: the first token after the client's prompt.
     - `prompt_logprobs`: per prompt token, None for the first. Sent once, with the first token or the end.
     - `accepted`, `drafted`: accepted and proposed drafts of each verification that ended in this chunk.
     - `queued_s`: how long the prompt waited. Sent once, with the first token; with a `prefix_len`, once the prefix is
       there: how long steps of other requests delayed it.
-    - `num_cached_tokens`: prompt tokens that were found in the prefix cache; with a `prefix_len`, those that are there.
+    - `num_cached_tokens`: prompt tokens found in the prefix cache; with a `prefix_len`, those that are there.
     - `window_start`: of a prefix's source: the first entry that it has of its windows.
     - `timings`: if requested; once, with the first tokens of a leg.
     - `handoff_error`: `"<reason>: <message>"` of a failed handoff; once, with the tokens computed instead.
-    - `error`: `"<reason>: <message>"`, only with `finish_reason == "error"`. `recoverable`: another engine may be able
-      to continue.
+    - `error`: `"<reason>: <message>"`, only with `finish_reason == "error"`. `recoverable`: another engine may
+      continue.
     """
 
     request_id: str

@@ -1,7 +1,7 @@
 """`baton bench handoff`: the duration of handoffs. P and D are processes with agents, but without a model.
 
-In a handoff *at once* P has computed everything when D registers. In a *streamed* one D registers before the prefill,
-whose chunks P declares final at a prefill's pace.
+*At once*: P has computed everything when D registers. *Streamed*: D registers before the prefill, whose chunks P
+declares final at a prefill's pace.
 """
 
 from __future__ import annotations

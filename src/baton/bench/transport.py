@@ -1,7 +1,7 @@
 """`baton bench transport`: the data plane.
 
-Compares writes to another process of this host with a `memcpy` of as many bytes in this process. Rounds alternate;
-ratios are taken within a round.
+Compares writes to another process of this host with a `memcpy` of equal size. Rounds alternate; ratios are taken within
+a round.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Restarts processes of a deployment that end by themselves, after growing pauses.
 
-The router continues an ended engine's requests elsewhere or fails them, and uses the new process at the same address
-once it answers.
+The router continues or fails an ended engine's requests, and uses the new process at the same address once it answers.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class _RestartState:
 
 
 class Supervisor:
-    """Checks `processes` on each call of `poll`, and reports through `on_progress`.
+    """`poll` checks `processes`, and reports through `on_progress`.
 
     After `max_restarts` restarts of a child in a row, `failure` is set to its last line, and `poll` does nothing more.
     A child that shut down cleanly after a signal is restarted at once, uncounted.

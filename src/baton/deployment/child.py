@@ -45,8 +45,8 @@ def read_rest(pipe: int, pending: bytes) -> list[dict[str, Any]]:
 
 
 class Reporter:
-    """Reports start-up steps to the parent, or to `on_progress` without a pipe; long ones every `_AGAIN_S` seconds.
-    As a context manager it also reports the `ConfigError` of a failed start.
+    """Reports start-up steps to the parent, or without a pipe to `on_progress`; long ones every `_AGAIN_S` seconds. As
+    a context manager it also reports the `ConfigError` of a failed start.
     """
 
     def __init__(self, ready_fd: int | None, on_progress: Callable[[str], None]) -> None:

@@ -57,11 +57,11 @@ def check_shared_transport(uri: str) -> None:
 
 @dataclass(eq=False)
 class Deployment:
-    """Engines of one model, and `routers` routers unless `router` is False. All serve when the constructor returns.
+    """Engines of one model, and `routers` routers unless `router` is False. All serve after construction.
 
     - `role_flags`: flags for the engines of one role, after `engine_flags`.
     - `port`: the first router's. `engine_port_base`: the first engine's. 0, and other routers: free ports.
-    - `named`: gives a child's error about a setting the name under which the user gave it.
+    - `named`: gives the setting in a child's error the user's name for it.
     - `forward`: called with a child's name and each line of its log.
     - `start_timeout_s`: without progress.
     - `shutdown_timeout_s`: for a child that gets a signal. Close the deployment only after its requests have ended.

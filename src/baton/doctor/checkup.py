@@ -54,7 +54,7 @@ class Server:
 
     - `roles`: the legs that it takes; both if unknown.
     - `connector`: "Baton" for its own engines, else the KV connector; None: none is known.
-    - `settings`: what must be equal on P and D, besides `identity`, by name. Unreported ones are missing.
+    - `settings`: reported ones that must be equal on P and D, besides `identity`, by name.
     - `unreached`: control addresses that nothing listens on.
     - `not_reported`: what it does not report, and how to make it.
     - `page_size`: in tokens.
@@ -160,9 +160,8 @@ class Host:
 class Trial:
     """One handoff tried through a router. Counts are increases while it ran, of other requests too.
 
-    - `problem`: what the router answered instead of tokens.
-    - `handoffs`, `failures`, `decisions`: of the router, by outcome, reason and place; `failures` of vLLM servers too,
-      which the router does not see.
+    - `problem`: the router's answer instead of tokens.
+    - `handoffs`, `failures`, `decisions`: of the router, by outcome, reason and place; `failures` also of vLLM servers.
     - `refused`: what engines refused, by kind; `leg`: a vLLM server's, of a bad ticket or a role that it lacks.
     - `num_bytes`, `num_runs`: of KV that decode engines received; None: not reported.
     """

@@ -31,8 +31,8 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RequestAcceptance:
-    """One request: per verification the number of drafts and of accepted ones. After a handoff, the first is of the
-    prefill engine's drafts. `prompt`: a hash, if known."""
+    """One request: per verification the number of drafts and of accepted ones. After a handoff the first is of prefill
+    drafts. `prompt`: a hash, if known."""
 
     group: Group
     accepted: Sequence[int]

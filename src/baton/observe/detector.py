@@ -12,7 +12,7 @@ _BETS = (0.25, 0.5, 0.75, 0.95)  # as shares of the largest bet
 
 
 class DropDetector:
-    """Tests observations in [0, 1]: is each one's mean, given the earlier ones, still at least its limit?
+    """Tests whether the mean of each observation in [0, 1], given the earlier ones, is at least its limit.
 
     A limit is less than 1 and known before its observation. If the null hypothesis holds, each factor 1 - bet *
     (observed - limit) has a mean of at most 1, and R = (R + 1) * factor, averaged over several bets, one of at most n

@@ -18,7 +18,7 @@ _NOISE = 1.1
 class DraftPair(NamedTuple):
     """One handed-off request's shares of accepted drafts, in [0, 1]: in its first verification, of the prefill engine's
     drafts, and the mean of the later ones, of the decode engine's. Later verifications with fewer positions than the
-    first, often the last one, are left out.
+    first are left out.
     """
 
     first: float

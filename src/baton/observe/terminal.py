@@ -12,8 +12,8 @@ _INDENT = " " * len(ALARM)
 
 
 def status_text(state: Mapping[str, Any]) -> str:
-    """`/status`, or an event of the dashboard, which also has latencies and errors. Control characters from servers are
-    shown as `?`: they could change the terminal, or begin a line.
+    """`/status`, or an event of the dashboard, which also has latencies and errors. Servers' control characters, which
+    could change the terminal or begin a line, become `?`.
 
     Raises `LookupError`, `TypeError`, `ValueError` or `AttributeError` for anything else.
     """

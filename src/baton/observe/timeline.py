@@ -26,9 +26,8 @@ class RequestTimeline(msgspec.Struct, eq=False):
     """One choice of a request. Times are in seconds of one monotonic clock.
 
     - `http_id`: its `X-Request-Id`. `began_at`: its arrival in seconds since 1970.
-    - `routed`: when engines were first chosen. `queued_s`: how long its prompt waited in an engine; None: the engine
-      does not tell.
-    - `first`, `second`, `last`: arrivals of these tokens. `num_at_second`: how many tokens there were then.
+    - `routed`: when engines were first chosen. `queued_s`: how long its prompt waited in an engine; None: unknown.
+    - `first`, `second`, `last`: arrivals of these tokens. `num_at_second`: the tokens by then.
     """
 
     id: str

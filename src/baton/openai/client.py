@@ -38,7 +38,7 @@ from baton.urls import split_http_url
 MAX_BODY_BYTES = 32 * 2**20
 # Compressed bodies would defeat limits.
 PLAIN = {"Accept-Encoding": "identity"}
-# Less than servers' (vLLM's is 5 s): a request on a connection that is just being closed fails.
+# Less than servers' (vLLM's is 5 s): requests on a closing connection fail.
 KEEP_ALIVE_S = 3.0
 _MAX_REFUSAL_BYTES = 2**16
 _EVENT, _DONE = b"data:", b"[DONE]"

@@ -198,8 +198,8 @@ def _call_id() -> str:
 def _rounds_used(chunk: TokenChunk, num_used: int) -> int:
     """How many verifications of `chunk` produced its first `num_used` tokens.
 
-    Verifications after a stop string are excluded, since their number depends on timing. Each verification yields its
-    accepted drafts and one more token; tokens without a verification come first.
+    Those after a stop string are excluded: their number depends on timing. Each verification yields its accepted drafts
+    and one more token; tokens without a verification come first.
     """
     start = max(0, len(chunk.token_ids) - sum(a + 1 for a in chunk.accepted))
     for number, accepted in enumerate(chunk.accepted):

@@ -45,7 +45,7 @@ class Plan(msgspec.Struct, frozen=True):
     - `grammar_field`: the request field with the grammar.
     - `echo`: the response begins with the prompt. `num_added`: per prompt, tokens added before its text.
     - `reader`: makes the parser of a choice; None: all text is content. `spelt`: special tokens that it must see.
-    - `returns_calls`: the finish reason of a response with calls is "tool_calls".
+    - `returns_calls`: with calls the finish reason is "tool_calls".
     """
 
     id: str

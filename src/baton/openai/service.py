@@ -90,7 +90,7 @@ class OpenAIService:
         model = self._backend.model()
         if len(body) <= _MAX_INLINE_BYTES:
             return read(body, model, *more)
-        # Wait here, not in the pool's queue, so that the body of a disconnected client is dropped.
+        # Wait here, not in the pool's queue, so that a disconnected client's body is dropped.
         await self._free_workers.acquire()
         return await self._submit(read, body, model, *more)
 

@@ -2,7 +2,7 @@
 
 As in vLLM, the first allowed type that fits wins, in the order null, integer, number, boolean, object, array, string; a
 schema without types means string. Beyond vLLM, `$ref` and `const` are followed, `allOf` allows what all its branches
-allow, and text that equals a value of an `enum` is that value.
+allow, and text equal to an `enum` value is that value.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class EnginePool:
             await self.refresh(engine)
 
     async def add(self, url: str, role: Role, known: bool = False) -> PooledEngine:
-        """The engine need not answer yet. `known`: another process has it already, so it stays even if it is refused.
+        """The engine need not answer yet. `known`: another process has it, so it stays even if refused.
 
         Raises `RequestError` for a bad URL or role, `IncompatiblePeerError` for another model or drafter.
         """

@@ -46,10 +46,10 @@ MayMove = Callable[[PooledEngine], bool]
 
 
 class RouterBackend:
-    """A failed attempt may be followed by another that continues the client's tokens (`recovery`). `handoffs` counts
-    attempts by outcome: `finished_early` (the first token was the last), `aborted` (a stop string was found, the client
-    left, the request was refused, or tokens did not match), `failed` (by reason in `failures`). `observer` may be
-    replaced before the first request.
+    """After a failed attempt another may continue the client's tokens (`recovery`). `handoffs` counts attempts by
+    outcome: `finished_early` (the first token was the last), `aborted` (a stop string was found, the client left, the
+    request was refused, or tokens did not match), `failed` (by reason in `failures`). `observer` may be replaced before
+    the first request.
     """
 
     OUTCOMES: tuple[str, ...] = ("started", *get_args(HandoffOutcome))

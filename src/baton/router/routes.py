@@ -26,7 +26,7 @@ Why = Literal[
 ]
 WHYS: tuple[Why, ...] = get_args(Why)
 PREFIX_MISSING = "prefix_missing"  # an engine's reason to decline
-# An engine with a cached prefix may have this many more legs than the next in turn.
+# With a cached prefix an engine may have this many more legs than the next in turn.
 _SLACK_LEGS = 1
 _LAST = 100
 

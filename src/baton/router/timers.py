@@ -8,13 +8,13 @@ class RouterTimers:
     """Durations in seconds, on the router's clock. An engine's answer renews its lease.
 
     - `check`: between questions to an engine.
-    - `answer`: an engine that takes longer to answer gets new requests only if there is no other.
-    - `lease`: an engine that is silent for this long is given up.
-    - `patience`: how long a request that has begun waits for an engine to continue it.
+    - `answer`: an engine that answers later gets new requests only if there is no other.
+    - `lease`: an engine silent for this long is given up.
+    - `patience`: how long a begun request waits for an engine to continue it.
     - `connect`: for a leg's connection.
     - `tell`: for a vLLM server's answer to a message.
     - `trial`: before a refused pair is tried again.
-    - `drain`: how long a leg whose request has ended may take to end by itself.
+    - `drain`: how long a leg may outlast its request.
     """
 
     check: float = 0.5

@@ -1,6 +1,6 @@
 """ORCA: an engine's load in a header of its answers, as vLLM reports it.
 
-A gateway that routes by load asks for the header in each request, and needs no scrape.
+Gateways that route by load ask for it in each request, and need no scrape.
 """
 
 from __future__ import annotations

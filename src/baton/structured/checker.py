@@ -79,7 +79,7 @@ class Checker:
         assert self._process.stdout is not None
         deadline = time.monotonic() + limit_s
         unsent, said = memoryview(json.dumps(value).encode() + b"\n"), bytearray()
-        # A process that hangs before it reads must not block the write: a tokenizer is larger than a pipe.
+        # A process that hangs must not block the write: a tokenizer is larger than a pipe.
         stdin, stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(stdin, False)
         with selectors.DefaultSelector() as ready:

@@ -19,8 +19,8 @@ def _nothing(key: AttemptKey, event: LegEvent) -> None: ...
 class RecordingAgent(Agent):
     """Takes every event, in the place of `InstanceAgent`.
 
-    It sends the engine nothing: the test does, such as `DecodeCommitted`; `on_post` may do so at once. As in a real
-    agent, another thread calls `GiveUp.taken`, which the record leaves out; an agent that `hangs` does not call it.
+    It sends the engine nothing: the test does, such as `DecodeCommitted`; `on_post` may do so at once. Unless it
+    `hangs`, another thread calls `GiveUp.taken`, as in a real agent; that is not recorded.
     """
 
     def __init__(self, on_post: Callable[[AttemptKey, LegEvent], None] = _nothing) -> None:

@@ -1,7 +1,7 @@
 """The far side of a transport under test, in this process or in its own.
 
-The process that owns the memory sees the effect of a copy. A separate process (`serve_peer`) reads one JSON object per
-line of stdin and answers each with one line.
+The process that owns the memory sees the effect of a copy. A separate process (`serve_peer`) answers each JSON line of
+stdin with one line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The conformance suite for every transport, including those of other packages.
+"""The conformance suite for transports, also of other packages.
 
     from baton.testing import check_transport
     check_transport(lambda: create_transport("shm://"), spawn_uri="shm://")

@@ -1,8 +1,8 @@
 """Token ids to text, one token at a time, without splitting a character.
 
 A character may span tokens, and some vocabularies drop the leading space of a text. Byte tokens go through a UTF-8
-decoder. For others, each step decodes a short window and emits the new text. Byte-fallback vocabularies need both: they
-decode a run of bytes differently if its last character is incomplete.
+decoder. For others, each step decodes a short window and emits the new text. Byte-fallback vocabularies need both: an
+incomplete last character changes how a run of bytes decodes.
 """
 
 from __future__ import annotations

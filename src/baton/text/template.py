@@ -1,7 +1,7 @@
 """Chat templates: Jinja text from a checkpoint or the operator, rendered in a sandbox.
 
-A template is downloaded code: the immutable sandbox allows no attributes that start with an underscore, and no mutation
-of arguments. Clients send only values for its variables.
+Templates are downloaded code: the immutable sandbox forbids attributes with a leading underscore, and mutation of
+arguments. Clients send only values for its variables.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class Bounds:
             return check_acceptance(reference, candidate, self.acceptance, required=False)
         if self.servers:
             return check
-        # An engine started by verify that reports no verifications does not draft. Other modes are compared with the
+        # An engine of verify's own that reports no verifications does not draft. Other modes are compared with the
         # reference's counters.
         return AcceptanceCheck(reference if isinstance(want.counters, str) else want.counters, candidate)
 

@@ -55,8 +55,8 @@ class ClientConnection(web.RequestHandler):
     """A request whose head is not complete `HttpLimits.head_s` after its first byte (the first request: after the
     connection) gets status 408. aiohttp only limits idle connections, and answers malformed HTTP with a traceback.
 
-    `send` does not wait for the client, so that no engine does: unread bytes are buffered, up to the limits of
-    docs/api.md ("Bounds", "Connections").
+    `send` never waits for the client, so no engine does: unread bytes are buffered, up to the limits of docs/api.md
+    ("Bounds", "Connections").
     """
 
     __slots__ = (

@@ -19,7 +19,7 @@ class HttpLimits:
     """In seconds and bytes.
 
     - `head_s`: from the first byte of a request to the end of its head. `body_s`: for its body.
-    - `write_s`: for the client to read what is ready of its response.
+    - `write_s`: for the client to read what is ready.
     - `keep_alive_s`: between two requests; longer than clients keep connections.
     - `bodies_bytes`: all bodies that are being read or decoded.
     - `body_brackets`: brackets in one body, and colons, strings included: msgspec holds the GIL while it decodes arrays

@@ -1,7 +1,7 @@
 """TLS of client connections.
 
-asyncio's TLS transport counts only bytes not encrypted yet: an encrypted response that the client does not read is
-invisible. It also reads 256 KiB at once.
+asyncio's TLS transport counts only bytes not encrypted yet, so it misses encrypted ones that the client does not read.
+It also reads 256 KiB at once.
 """
 
 from __future__ import annotations

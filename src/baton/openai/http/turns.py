@@ -1,4 +1,4 @@
-"""How much of one client's data is parsed in one turn of the event loop.
+"""Limits how much of a client's data one turn of the event loop parses.
 
 Parsing a body in one-byte chunks takes 1 µs per byte. asyncio's transports read 256 KiB at once, uvloop's even more.
 """

@@ -1,7 +1,7 @@
 """Bodies of `POST /v1/responses`, converted to chats.
 
-Source: OpenAI's Responses API. Responses are not stored, so `input` must be the whole conversation. Other fields are
-those of chat completions.
+Source: OpenAI's Responses API. Responses are not stored, so `input` must be the whole conversation. Other fields: as
+chat completions.
 """
 
 from __future__ import annotations

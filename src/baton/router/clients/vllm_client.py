@@ -45,8 +45,8 @@ _T = TypeVar("_T")
 class VllmClient(EngineClient):
     """`identify` asks the connector for the identity, once per incarnation.
 
-    A restarted server accepts legs meant for its predecessor. So before a leg goes to a server not seen for
-    `_UNSEEN_S`, its process is checked by the start time in its metrics, or else by its identity.
+    A restarted server accepts legs meant for its predecessor. So a server not seen for `_UNSEEN_S` is first checked by
+    the start time in its metrics, or else by its identity.
     """
 
     has_ranks = True

@@ -47,8 +47,8 @@ class ConnectorConfig:
 class Legs(msgspec.Struct, frozen=True):
     """The legs of one attempt: both, or either. `notices`: the decode engine recovers from a lost prefill leg, or
     reports it. `first_token_wait_s`: how long the decode leg waits for the first token before it begins; None: not at
-    all. What `on_end` returns is awaited after the attempt, with its legs closed; if it fails, the engines' own
-    timeouts free the same resources."""
+    all. What `on_end` returns is awaited after the legs are closed; if it fails, the engines' timeouts free the same
+    resources."""
 
     chunks: Mapping[LegRole, LegSource]
     notices: bool = True

@@ -25,7 +25,7 @@ def mint_ticket(
         raise EngineUnavailableError(
             f"{prefill.url if p is None else decode.url} has not told its identity since it was lost"
         )
-    # Each engine's clock is extrapolated from its last answer; the travel time only shortens the ticket's life.
+    # Engines' clocks are extrapolated from their last answers; travel time only shortens the ticket's life.
     now, life_s = asyncio.get_running_loop().time(), config.ticket_life_s
     expiries = (p.clock + now - prefill.answered + life_s, d.clock + now - decode.answered + life_s)
     ticket = Ticket.between(p, d, mode, request_digest, expiries, config.new_transfer_id())

@@ -1,7 +1,7 @@
 """The blocks that one engine holds.
 
 Block hashes are the engine's own, so each block gets a key of this index: a hash over the previous block's key, its
-tokens and its extra keys. Prompts get keys in the same way.
+tokens and its extra keys. So do blocks of prompts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _COMPUTABLE = (None, "GPU")  # media that an engine can compute from
 @dataclass(slots=True)
 class _Group:
     """One group of layers. `keys`: of held blocks, by the engine's hash. `held`: number of hashes per key: blocks of
-    equal tokens differ if their KV depends on later tokens.
+    equal tokens differ if their KV depends on later ones.
     """
 
     block_size: int

@@ -15,7 +15,7 @@ class SharedBinding:
     """Memory that all processes map. Create it before they are forked. `key`: see `binding_key`, 0 if none is bound.
     `max_model_len`: the served context, in tokens.
 
-    Two processes may bind at the same time. The last one wins, and the other sees that `key` is not its own.
+    If two processes bind at once, the last wins, and the other sees that `key` is not its own.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Requests between the processes of one router, over sockets in a directory that only their user can enter.
+"""Requests between the processes of one router, over sockets in their user's private directory.
 
 The process that gets a request for `/metrics` or `/status` answers for all.
 """

@@ -30,8 +30,8 @@ Serve = Callable[[int, Callable[[], None]], None]
 
 
 class WorkerProcesses:
-    """Processes that run `serve`. One that ends by itself is restarted, after `on_end(number)`. One that is silent is
-    killed: the kernel still gives it connections.
+    """Processes that run `serve`. One that ends by itself is restarted, after `on_end(number)`. A silent one is killed:
+    the kernel still gives it connections.
 
     They are forks: create no thread or event loop before.
     """
