@@ -2,7 +2,7 @@
 (docs/drafters.md).
 
 Each layer attends to the target's last layer of its kind. All drafts of a round have the last known token's position
-and see the same keys: all before it, with a window the last `sliding_window` + 1.
+and see the keys before it, with a window the last `sliding_window` + 1.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Entry i of module j (from 1) is computed from the output of module j - 1 at entry i (the target's features for j = 1)
 and from x_{i+j}. With x_0..x_{n-1} known and e target rows computed, entries [0, min(e, n - j)) of module j can be
-computed. So a module's first new entry can precede those of the previous module, whose output is then carried from step
-to step, and from P to D.
+computed. So a module's first new entry can precede those of the previous module, whose output is then carried to the
+next step, and from P to D.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """DFlash (Z Lab, 2026): a block of drafts from one forward, as in vLLM and transformers.
 
-Its context is not text: keys and values are projections of the target's hidden states. A block is the last known token
-and a mask token per draft; row j predicts the token at its own position. Entries of blocks lie in lookahead slots.
+The context's keys and values are projections of the target's hidden states. A block is the last known token and a mask
+token per draft; row j predicts the token at its own position. Entries of blocks lie in lookahead slots.
 """
 
 from __future__ import annotations

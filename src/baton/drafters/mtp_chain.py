@@ -1,7 +1,7 @@
 """Several MTP modules that run one after the other (DeepSeek-V3, arXiv:2412.19437, 2.2).
 
 Module j proposes draft number j. Its row i takes x_{i+j}, so its last j - 1 rows take drafts of the modules before it.
-Those rows are computed to draft, and once more when their tokens are known: final entries depend on known tokens only.
+Those rows are computed again when their tokens are known: final entries depend on known tokens only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Prompt lookup (Saxena, 2023; vLLM's `ngram`): proposes what followed an earlier occurrence of the last tokens.
 
 It takes the longest n-gram of `prompt_lookup_min` to `prompt_lookup_max` tokens at the end of a request's tokens that
-also occurs earlier, and its first occurrence. It keeps no KV.
+also occurs earlier, and its first occurrence.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ def _cache_config(config: EngineConfig, num_tokens: int) -> dict[str, str]:
 
 
 def _let_the_loop_send() -> None:
-    """Otherwise the event loop waits up to 1.4 ms for the GIL with first tokens: the next step is planned, or drafter
-    kernels end before it has woken.
+    """Otherwise first tokens wait up to 1.4 ms for the GIL: the next step is planned, or drafter kernels end before the
+    event loop has woken.
     """
     time.sleep(_YIELD_S)
 

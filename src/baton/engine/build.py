@@ -52,7 +52,7 @@ from baton.wire import EngineInfo
 
 log = logging.getLogger(__name__)
 
-# Part of the key of stored prefixes. Change it with the meaning of a page's bytes.
+# Part of stored prefixes' keys. Change it with the meaning of a page's bytes.
 PAGE_LAYOUT = "block-major 1"
 
 

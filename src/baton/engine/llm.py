@@ -129,8 +129,7 @@ class LLM:
         """Complete one prompt, or each of many, in order. `use_tqdm`: may be a callable that makes another bar like
         tqdm's.
 
-        Raises `RequestError` before anything has run, or the error of the first request that fails, and aborts the
-        others.
+        Raises `RequestError` before anything has run, or the first request's error, and aborts the others.
         """
         alone = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
         many: Any = [prompts] if alone else prompts

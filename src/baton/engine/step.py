@@ -200,7 +200,7 @@ class StepRunner:
             self._measure_prompt(request)
         drafts = (num_drafts, verified.num_accepted) if num_drafts else ()
         chunk = step_chunk(request, kept, logprobs, drafts, stop_reason, self.clock)
-        # A prefill leg's stream stays open until its pages are free: only an open one shows that the client left.
+        # A prefill leg's stream stays open until its pages are free, to show that the client left.
         self.emit(chunk, reason is not None)
 
     def _measure_tokens(self, request: Request, num_drafts: int, num_accepted: int, num_kept: int) -> None:

@@ -1,4 +1,4 @@
-"""The plans of one step, given by the core to an executor, and their results.
+"""The plans of one step, for an executor, and their results.
 
 Plans hold only arrays, numbers and strings, to be sent to other processes. A step has two: the drafter's rows depend on
 accepted drafts, and clients get tokens before it runs.

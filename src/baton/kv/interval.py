@@ -11,8 +11,8 @@ Lookahead slots are in no interval, so they cannot be sent.
 
 A state group has one slot, the interval [0, 1), which is final when the state has seen all tokens.
 
-A compressed group keeps an entry for each `rate` tokens, in the bytes of these tokens. The entry is written with its
-last token, so the group's final, wanted and hit tokens end at multiples of `rate`.
+A compressed group keeps an entry for each `rate` tokens, in their bytes, written with the last one, so the group's
+final, wanted and hit tokens end at multiples of `rate`.
 """
 
 from __future__ import annotations

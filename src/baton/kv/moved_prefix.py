@@ -16,8 +16,8 @@ from baton.kv.page_pool import PagePool
 from baton.kv.state_pool import StatePool
 from baton.kv.windows import WindowPool
 
-# Entries of a window that the source shares besides those that the next query sees: the destination starts earlier,
-# where all of its groups have whole pages.
+# Entries of a window that the source shares besides the next query's: the destination starts earlier, where all of its
+# groups have whole pages.
 SPARE_TOKENS = 256
 
 

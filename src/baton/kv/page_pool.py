@@ -16,8 +16,8 @@ from baton.errors import CapacityError
 from baton.kv.extents import Extents
 from baton.kv.prefix import Chain, chain_hash, page_identity
 
-# 1 / this of the pool is evicted in advance. Pages evicted one by one would be the tails of the oldest requests:
-# prompts of 32 to 128 pages in a pool of 2,000 would need 61 runs instead of 6.
+# 1 / this of the pool is evicted in advance. One by one, the tails of the oldest requests would go: prompts of 32 to
+# 128 pages in a pool of 2,000 would need 61 runs instead of 6.
 EVICT_AHEAD = 50
 
 
@@ -111,7 +111,7 @@ class PagePool:
     def release(self, pages: Iterable[int], quarantine: bool = False) -> None:
         """Skips null pages. With `quarantine`, pages without references stay out of use until `leave_quarantine`."""
         free: list[int] = []
-        # Tail first, so that the last page of a chain is evicted before the pages that lead to it.
+        # Tail first, so that a chain's last page is evicted before the pages that lead to it.
         for page in reversed(list(pages)):
             if page == 0:
                 continue

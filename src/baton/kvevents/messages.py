@@ -37,7 +37,7 @@ class BlockStored(_Event):
     - `token_ids`: of all blocks, `block_size` each.
     - `extra_keys`: what the hash of each block depends on besides tokens. Baton's engines give a digest of the
       request's `cache_salt` (`salt_key`), in the first block of a prompt.
-    - `group_idx`: the group of layers; a prefix is there if all groups have it, the drafter's too.
+    - `group_idx`: the group of layers; a prefix needs all groups, the drafter's too.
     - `lookahead_token_ids`: per block, the tokens after it that its KV depends on (vLLM 0.33).
     """
 

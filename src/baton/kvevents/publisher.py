@@ -1,7 +1,7 @@
 """Publishes an engine's KV events over ZeroMQ as vLLM does: a PUB socket, and a ROUTER socket that repeats batches.
 
 A message has the frames topic, sequence (8 bytes, big-endian, from 0) and payload. A replay is requested with its first
-sequence, answered with messages of the same frames, and ended by sequence -1 with an empty payload.
+sequence, answered in the same frames, and ended by sequence -1 with an empty payload.
 """
 
 from __future__ import annotations

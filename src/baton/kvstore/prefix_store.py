@@ -1,4 +1,4 @@
-"""Keeps KV of prompts in a `FileStore`, which outlives engines and is shared by all engines of a model.
+"""Keeps KV of prompts in a `FileStore`, which outlives a model's engines and is shared by them.
 
 An entry holds the pages of one span (about `SPAN_TOKENS` tokens) in every group (docs/transports.md). Only engines that
 compute prompts write: received KV must not be shared. States have one entry per prompt, after its last span that ends

@@ -4,8 +4,7 @@ An entry is one safetensors file of named uint8 tensors and strings. Its key is 
 content, or a name of it, such as `content_key(context, token_ids)`.
 
 An entry appears atomically, but a power failure may truncate it; entries used in the last `KEEP_S` seconds are not
-evicted (docs/transports.md). Whoever can write to the directory can forge an entry under a named key, but not under a
-digest.
+evicted (docs/transports.md). Whoever can write there can forge an entry under a name, but not under a digest.
 """
 
 from __future__ import annotations

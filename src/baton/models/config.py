@@ -1,7 +1,6 @@
 """Reads a decoder's `config.json` into typed values.
 
-A missing, mistyped or unsupported value raises a `CheckpointError` that names the field, so a checkpoint that cannot be
-computed faithfully never loads. Defaults are Hugging Face's.
+A missing, mistyped or unsupported value raises a `CheckpointError` that names the field. Defaults are Hugging Face's.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from baton.wire import LegRole
 
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
-# An agent that takes longer hangs, and may still commit the leg, so the server must end.
+# A slower agent hangs, and may still commit the leg, so the server must end.
 ABORT_TIMEOUT_S = 60.0
 
 # ready: D may allocate pages; P may compute. moving: the pages are known.

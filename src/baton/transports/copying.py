@@ -18,7 +18,7 @@ from baton.kv.geometry import CopyList, Int64Array
 from baton.transports.base import ByteArray
 
 # Bytes per `memcpy`, so that a cancel takes effect within a fraction of a millisecond. A longer one bypasses the cache,
-# less efficiently than the loop below.
+# slower than the loop below.
 CHUNK_BYTES = 256 << 10
 # Runs copied in turn, and bytes per step.
 LANES = 8

@@ -15,7 +15,7 @@ from the first; default 1), `page_bytes` (default: the greatest that divides its
 | `delay` | starts `delay_s` late |
 | `reorder` | runs after the next submission, if that comes within `delay_s` |
 | `duplicate` | is copied twice |
-| `stale-seed` | copies are correct; the seeds handed over are those of the previous request (`alter_seeds`) |
+| `stale-seed` | the seeds are those of the previous request (`alter_seeds`) |
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Transports by name or URI: `shm`, `nixl://?host=10.0.0.5`, `file:///mnt/kv`, `faulty+shm://?fault=shift-page`.
 
-Another package adds a transport by an entry point in the group `baton.transports`, named after the scheme: a factory
-that takes the URI's query as a dict of strings and raises `ConfigError` for an unknown option.
+Other packages add transports by entry points in the group `baton.transports`, named after the scheme: factories that
+take the URI's query as a dict of strings and raise `ConfigError` for an unknown option.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Blanks the slots that vLLM's V1 drafter keeps after a step.
 
 In a dummy step `SpecDecodeBaseProposer.dummy_run` (vLLM 0.32 and 0.33) would write to the slots of the rank's last
-request, whose blocks may be another's by now (docs/reference/vllm-design.md). With the padding value in the buffer it
-writes nothing. The forward context holds views of it, so it is filled after the drafter's layers; the next real step
-fills it again.
+request, whose blocks may be another's by now (docs/reference/vllm-design.md). Padding values make it write nothing. The
+forward context holds views of it, so it is filled after the drafter's layers; the next real step fills it again.
 """
 
 from __future__ import annotations

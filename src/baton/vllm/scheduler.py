@@ -203,7 +203,7 @@ class SchedulerSide:
 
     def _lacks_prefix(self, request_id: str, num_computed: int) -> bool:
         """Whether this is a prefill leg of a hand-back whose KV is not in the prefix cache. The other engine computes
-        it, not this one, which decodes other requests."""
+        it; this one decodes."""
         leg = self._prefills.get(request_id)
         if leg is None or not leg.is_prefix or leg.tables:
             return False
@@ -261,7 +261,7 @@ class SchedulerSide:
         if leg is None or leg.lost:
             return
         if not leg.tables:
-            # From now on the request is computed, or preempted and given up: D does not hold blocks forever.
+            # From here the request is computed, or preempted and given up: D does not hold blocks forever.
             self._step.admitted.append(leg.ticket.key)
         if replace or not leg.tables:
             leg.tables = new or ()

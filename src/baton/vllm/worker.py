@@ -53,9 +53,9 @@ class Results:
 class WorkerSide:
     """The attempts of one worker. `counts`: handoffs by outcome, and the `bytes` and `runs` of committed ones.
 
-    `commit_at_end`: finish a prefill leg when vLLM finishes its request, not when its prompt is computed, because the
-    runner writes to a preempted leg's blocks before it reports the preemption. `on_decode_end`: called on vLLM's
-    thread. `alone`: see `support.steps_in_turn`. `requests`: see `compat.request_queue`.
+    `commit_at_end`: finish a prefill leg when vLLM finishes its request, not when its prompt is computed, since the
+    runner writes to a preempted leg's blocks before it reports that. `on_decode_end`: called on vLLM's thread. `alone`:
+    see `support.steps_in_turn`. `requests`: see `compat.request_queue`.
     """
 
     def __init__(

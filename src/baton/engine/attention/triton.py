@@ -2,8 +2,8 @@
 
 A program attends some rows of one request, with all query heads of one KV head, over tiles of keys at absolute
 multiples of the tile size, with an online softmax (Milakov and Gimelshein, arXiv:1805.02867; tiles as in
-FlashAttention-2, arXiv:2307.08691). Batch-invariant: tiles have one shape whatever the number of rows, and a tile in
-which a row sees no key does not change the row.
+FlashAttention-2, arXiv:2307.08691). Batch-invariant: tiles have one shape, and a tile in which a row sees no key does
+not change the row.
 """
 
 from __future__ import annotations

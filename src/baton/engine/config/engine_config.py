@@ -26,8 +26,8 @@ class EngineConfig(ServingSettings):
     """`check()` raises `ConfigError` naming the first bad field.
 
     `model`: a checkpoint directory, or before `located()` ORG/NAME on the hub, at `revision`. `skip_tokenizer_init`:
-    prompts are token ids, and the output has no text. Data-parallel ranks meet in the directory `data_parallel_store`.
-    `keys`: a key directory, which also holds the ticket key; without one the control socket stays on loopback.
+    prompts are token ids; no output text. Data-parallel ranks meet in the directory `data_parallel_store`. `keys`: a
+    key directory, which also holds the ticket key; without one the control socket stays on loopback.
     """
 
     model: str

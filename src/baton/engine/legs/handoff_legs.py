@@ -1,8 +1,8 @@
 """Connects requests with the handoff agent: legs, destination pages, and when pages may be freed.
 
 Runs on the engine thread. Calls and events return effects on requests for the core to carry out. A leg's pages are
-released exactly once (docs/lifecycle.md, "Who frees a page"). After a failure the request does not wait for that: it
-continues with other pages.
+released exactly once (docs/lifecycle.md, "Who frees a page"). After a failed handoff the request continues at once,
+with other pages.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def model_groups(config: EngineConfig, model: CausalLM, drafter: Drafter | None)
         if group.kind == "state" and (named := sizes.keys() & {group.name, group.kind} - {group.owner}):
             raise ConfigError("block_size", f"{min(named)!r}: states have no tokens to a page; see --mamba-block-size")
     known = {name for group in groups if group.kind != "state" for name in _names(group)}
-    # The empty name is the size for all groups; a model of states alone has no group that it applies to.
+    # The empty name is the size for all groups; it applies to none in a model of states alone.
     if unknown := sizes.keys() - known - {""}:
         there = ", ".join(sorted(known)[1:]) or "none with pages"
         raise ConfigError("block_size", f"there is no group {min(unknown)!r}; there are {there}")

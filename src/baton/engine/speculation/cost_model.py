@@ -1,8 +1,8 @@
 """Seconds of a forward, fitted to recent ones.
 
 For the target: a + b x rows + c x requests + d x context + e x (rows x their context), and more per row beyond some
-numbers. For the drafter: a + b x rows + c if it drafts + d x passes + e x drafts. Least squares of relative errors with
-coefficients of at least 0; one that recent forwards do not determine keeps its value.
+numbers. For the drafter: a + b x rows + c if it drafts + d x passes + e x drafts. Least squares of relative errors,
+with coefficients of at least 0; one that recent forwards do not determine keeps its value.
 """
 
 from __future__ import annotations

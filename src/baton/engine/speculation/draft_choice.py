@@ -1,7 +1,6 @@
 """The choice of drafts for R requests, as a pure function: the most expected tokens per second.
 
-All drafts are made first. Then those are verified that are likely enough to be accepted: the others' rows would cost
-more than they bring.
+All drafts are made; those likely enough to be accepted are verified: the others' rows would cost more than they bring.
 """
 
 from __future__ import annotations

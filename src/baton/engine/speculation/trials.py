@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 # The weight that comparisons keep at the next one, and steps at the next period.
 _KEEP, _KEEP_STEPS = 0.9, 0.5
-# Steps without drafts must be faster by more than this over the square root of the verifications.
+# Steps without drafts must be faster by more than this over the root of the verifications.
 _DOUBT = 0.75
 # Steps until the worse kind is tried again, doubled each time, and of a try.
 TRY_AFTER, TRY_SELDOM, TRY_STEPS = 128, 1024, 8

@@ -1,6 +1,6 @@
 """The handoff agent of one rank: a thread that runs its state machines, and thread-safe calls for the engine.
 
-The thread never waits for one peer: the leases of the others would run out.
+It never waits for one peer: the leases of others would run out.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class HandoffAgent(Agent):
     """Sends and receives the handoffs of one rank.
 
     `descriptor`: what `transport.register` returned. `on_peer`: of an `InstanceAgent`; without it, a peer of several
-    ranks is refused. `on_event` is called on the agent's thread and should return soon. `digester` is required unless
+    ranks is refused. `on_event`, on the agent's thread, should return soon. `digester` is required unless
     `config.integrity` is off. Close the transport after the agent.
 
     Each opened leg gets exactly one event that returns its pages (docs/protocol.md, "Events for the engine"); until

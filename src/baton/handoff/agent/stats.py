@@ -41,10 +41,10 @@ class CopyStats:
 
 @dataclass(slots=True)
 class AgentStats:
-    """Counters since the start. `handoffs`: committed. `finished`: ended by the first token. `bytes` and `runs`: of
-    committed handoffs (in pull counted by D). `hidden_bytes`: copied before the prefill's end (counted by P).
-    `retries`: copies issued again. `repairs`: rounds. `failures`: by reason. `rejected` and `malformed`: of all
-    received `frames`. `refused`: connections. `evicted`: sessions.
+    """Counters. `handoffs`: committed. `finished`: ended by the first token. `bytes` and `runs`: of committed handoffs
+    (in pull counted by D). `hidden_bytes`: copied before the prefill's end (counted by P). `retries`: copies issued
+    again. `repairs`: rounds. `failures`: by reason. `rejected` and `malformed`: of all received `frames`. `refused`:
+    connections. `evicted`: sessions.
 
     Gauges: `outstanding` and `quarantined` attempts, `unknown` copies (cancelled, not ended), ready `sessions`.
     """

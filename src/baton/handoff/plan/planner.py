@@ -2,7 +2,7 @@
 
 A token interval of a plane on a rank is a strided box (layer, head, token, element). The planner intersects source and
 destination boxes, treats planes of one shape as one more axis, folds axes that are dense on both sides into the run,
-expands the others by broadcasting, and merges adjacent runs, without a Python loop over pages or tokens.
+broadcasts the others, and merges adjacent runs, without a Python loop over pages or tokens.
 
 Every wanted destination byte is written exactly once, and no other byte, up to the geometry's tile.
 """

@@ -1,8 +1,8 @@
 """From one sender's boxes and the token segments of a copy to byte runs, sorted by destination and coalesced.
 
 The runs of a box are an outer sum of the steps along its axes and of its *entries*, pieces of tokens that are
-contiguous on both sides. These few numbers show whether runs are sorted and adjacent, so that up to a million runs are
-written once and never read. Columns are int64 `[3, N]`: source offsets, destination offsets, bytes.
+contiguous on both sides. These show whether runs are sorted and adjacent, so up to a million runs are written once and
+never read. Columns are int64 `[3, N]`: source offsets, destination offsets, bytes.
 """
 
 from __future__ import annotations

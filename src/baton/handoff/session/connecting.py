@@ -13,7 +13,7 @@ from baton.transports.base import Peer, Transport
 
 log = logging.getLogger(__name__)
 
-# Seconds before an unreachable peer is tried again, at first and at most; they double with each failure.
+# Seconds before an unreachable peer is tried again, at first and at most; doubled with each failure.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 MAX_REFUSED = 1024
 

@@ -45,8 +45,8 @@ class Session:
     connects, `peer` after that. `refusal`: `(reason, message)` if no KV may be exchanged. `challenge`: the peer's that
     we last sent a proof for. The peer counts as alive for `lease` seconds after `last_heard` (monotonic seconds).
     `until`: keep redialling until then (`Sessions.may_return`). `used`: when an attempt last needed it. `redials`:
-    sessions in a row with this address that ended without a proof. `round_trip`: in seconds. `groups`: this engine's
-    groups whose KV moves, None for all.
+    successive sessions with this address that ended unproven. `round_trip`: in seconds. `groups`: this engine's groups
+    whose KV moves, None for all.
     """
 
     connection: Connection

@@ -181,8 +181,8 @@ class Channel:
     def receive(self, timeout_s: float) -> Iterator[Heard]:
         """Wait for messages or `wake`. Malformed frames are only counted.
 
-        A session that was evicted, or replaced by its peer, yields a BYE. Each frame is read after the previous message
-        has been handled, so a peer that has just proven itself is not evicted.
+        A session that was evicted, or replaced by its peer, yields a BYE. A frame is read after the previous message is
+        handled, so a peer that has just proven itself is not evicted.
         """
         for ready, _ in self._poller.poll(max(0, round(timeout_s * 1000))):
             if ready == self._wake_out.fileno():

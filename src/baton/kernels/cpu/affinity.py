@@ -27,10 +27,10 @@ _PAUSE_SOFT = 1
 
 
 def bind_team() -> bool:
-    """Bind the calling thread's team, itself included. Returns whether that was done.
+    """Bind the calling thread's team, itself included. Returns False if it is not bound.
 
-    Does nothing if the process has more than two cores, since engines that share a host must not bind to the same ones,
-    or if `OMP_PROC_BIND` is set (OpenMP 5.2, 21.2).
+    Not with more than two cores, since engines of one host must not bind to the same ones, nor if `OMP_PROC_BIND` is
+    set (OpenMP 5.2, 21.2).
     """
     if os.environ.get("OMP_PROC_BIND"):
         return False

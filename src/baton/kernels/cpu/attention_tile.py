@@ -124,7 +124,7 @@ def attend_tile(
             if low[j] < high[j]:
                 factors[j] = soften(scores_at + j * score_bytes, low[j], high[j], i + j, maxima, totals)
                 ragged = ragged or low[j] < first or high[j] > last
-        # Each vector sums its own tokens, in order. A masked token is skipped: 0 times NaN or infinity would be NaN.
+        # Each vector sums its own tokens, in order. Masked ones are skipped: 0 times NaN or infinity would be NaN.
         for j in range(num_rows if ragged else 0):
             stop = min(first, high[j])
             if low[j] < stop:

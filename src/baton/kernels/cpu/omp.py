@@ -1,7 +1,7 @@
 """Run compiled kernels on PyTorch's OpenMP threads.
 
-OpenMP threads spin for some milliseconds before they sleep: another pool would compete with them. Kernels run in the
-same team, through GNU's runtime (libgomp) in PyTorch's Linux wheels, elsewhere on Python threads.
+OpenMP threads spin for milliseconds before they sleep: another pool would compete. Kernels run in the same team,
+through GNU's runtime (libgomp) in PyTorch's Linux wheels, elsewhere on Python threads.
 
 A kernel takes a pointer to int64 arguments: numbers and addresses of arrays. All threads share the work by `take`;
 results must not depend on which thread takes which piece.

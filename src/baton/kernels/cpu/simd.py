@@ -1,7 +1,7 @@
 """SIMD intrinsics on vectors of 16 floats, for loops that LLVM's vectorizer does not handle well.
 
-Each function is an instruction sequence over addresses, in one fixed order and with explicit fused multiply-adds: the
-same bits on every CPU, whatever its registers.
+Each function is an instruction sequence over addresses, in a fixed order, with explicit fused multiply-adds: the same
+bits on every CPU.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Triton kernels of layers with states: a request's rows one after the other in one program, so neither other rows nor
-chunks change a bit. For the arithmetic see `kernels/cpu`.
+"""Triton kernels of layers with states: a request's rows in turn in one program, so neither other rows nor chunks
+change a bit. For the arithmetic see `kernels/cpu`.
 
 `begins` int32 [R + 1]: the first row of each request. `kept` int32 [T]: the number of the state to keep after a row, -1
 for none.

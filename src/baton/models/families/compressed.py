@@ -1,8 +1,8 @@
 """DeepSeek-V4's attention (2026): a window of tokens, and compressed entries of all tokens before.
 
-One head is key and value. An entry is a weighted mean of `rate` tokens, with weights for each channel from a softmax
-over the tokens; with overlap also of the `rate` tokens before, by other projections. An indexer may choose among the
-entries, by its own smaller ones. Rotation is undone on the output, since values are rotated too.
+One head is key and value. An entry is a mean of `rate` tokens, weighted per channel by a softmax over the tokens; with
+overlap also of the `rate` tokens before, by other projections. An indexer may choose among the entries, by its own
+smaller ones. Rotation is undone on the output, since values are rotated too.
 
 Shapes: T rows, E hidden size, Q low-rank size of queries, H heads of D numbers, G groups of heads, R the rotated part.
 """

@@ -1,5 +1,5 @@
 """Expert parallelism over data-parallel ranks (GShard, arXiv:2006.16668; attention data parallelism, DeepSeek-V3,
-arXiv:2412.19437, 3.4): a row is sent to the ranks that hold its experts, and their outputs come back.
+arXiv:2412.19437, 3.4): rows are sent to the ranks of their experts, and outputs come back.
 
 Ranks communicate in collective *rounds* (docs/topologies.md, "Data parallelism").
 

@@ -6,7 +6,7 @@ and the CPU support it; a few rows of bfloat16 bypass oneDNN (see `small_gemm`).
 
 A GEMM library picks its algorithm by the number of rows, so a row's last bits can differ between batches. With
 `batch_invariant` rows go through the GEMM in padded blocks of fixed heights. Blocks of sixteen rows are the reference.
-Other heights and `small_gemm`, which are faster, are used only if a probe finds their rows bitwise equal.
+Faster heights and `small_gemm` are used only if a probe finds their rows bitwise equal.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def small_gemm_matches(rows: int, columns: int, threads: int) -> bool:
 def cancelling_operands(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """`x` and `weight` [..., K], changed so that products cancel in pairs and a sum consists of rounding errors.
 
-    Rounding to bfloat16's 8 bits hides the order of most other sums.
+    bfloat16's 8 bits hide the order of most other sums.
     """
     count = x.shape[-1] // 2
     order = torch.randperm(x.shape[-1], generator=torch.Generator().manual_seed(1))

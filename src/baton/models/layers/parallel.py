@@ -3,8 +3,8 @@
 As in Megatron-LM (arXiv:1909.08053) projections into heads, or into an MLP's inner width, are cut by outputs; those
 back by inputs, so each rank has a partial sum of every row.
 
-Inputs are cut into `num_slices` slices, whose partial sums are added as one binary tree: all numbers of ranks that
-divide `num_slices` give the same bits.
+Inputs are cut into `num_slices` slices, whose partial sums are added as one binary tree: any number of ranks that
+divides `num_slices` gives the same bits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Rotary position embedding (Su et al., 2021, arXiv:2104.09864) with the usual frequency scalings.
 
-As in Hugging Face, the head is split in two halves and rotated as (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin),
-products in the model's dtype. Tables are computed on the host in float64 from float32 angles, so all engines agree bit
-for bit.
+As in Hugging Face, a head's halves are rotated as (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), products in the
+model's dtype. Tables are computed on the host in float64 from float32 angles, so all engines agree bit for bit.
 """
 
 from __future__ import annotations

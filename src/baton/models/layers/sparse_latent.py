@@ -1,7 +1,7 @@
 """Latent attention to chosen tokens (DeepSeek Sparse Attention: DeepSeek-V3.2, 2025; GLM-5).
 
-An indexer with its own key per token scores all tokens, and attention is to the best. Published kernels also rotate the
-index keys by a Hadamard matrix and quantise them, which changes no exact score; like transformers, we do not.
+An indexer with its own keys scores all tokens; attention is to the best. Published kernels also rotate the index keys
+by a Hadamard matrix and quantise them, which changes no exact score; like transformers, we do not.
 
 Shapes: T rows, E hidden size, Q low-rank size of queries, H index heads, D index head size, R its rotated part.
 """

@@ -19,7 +19,7 @@ class MoESpec:
     group's score is that of its best expert, or the sum of its two best (`group_score`). `has_choice_bias`: scores are
     biased for the choice, not for the weights. With `renormalise` the chosen experts' weights are divided by their sum;
     then `scale` multiplies them. `shared_size`: width of the shared expert, an MLP that every row passes, 0 without;
-    with `has_shared_gate` its output is multiplied by the sigmoid of one more projection.
+    `has_shared_gate`: its output times the sigmoid of one more projection.
 
     Raises `CheckpointError`.
     """

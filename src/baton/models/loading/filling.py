@@ -102,7 +102,7 @@ def fill_module(
 
     `rename` maps a stored name to the module's, or to None to leave the tensor out. `unpack`: as `CausalLM.unpack`, for
     tensors on the meta device too. `quantized` joins the parts of quantised weights first. Raises `CheckpointError` for
-    a tensor without a place, a place without a tensor, or another shape.
+    a missing or superfluous tensor, or another shape.
     """
     table = weight_table(module)
     packer = _Packer(module, table)

@@ -20,7 +20,7 @@ from baton.errors import CheckpointError
 _MAGIC = b"GGUF"
 _FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _FLOAT32, _STRING, _ARRAY = 6, 8, 9
-# Far above any model's: a file must not choose how much is read. Bytes of the header, of a text and of a name; values,
+# Far above any model's: files must not choose how much is read. Bytes of the header, of a text and of a name; values,
 # tensors, and numbers and texts in lists together.
 _MAX_HEADER_BYTES, _MAX_TEXT_BYTES, _MAX_NAME_BYTES = 1 << 27, 1 << 24, 256
 _MAX_VALUES, _MAX_TENSORS, _MAX_IN_LISTS, _MAX_DIMS = 1 << 16, 1 << 18, 1 << 23, 4

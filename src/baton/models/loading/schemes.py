@@ -1,4 +1,4 @@
-"""Quantised weights, dequantised: computation is in full precision.
+"""Dequantised weights: computation is in full precision.
 
 Formats: block-wise FP8 (DeepSeek-V3, arXiv:2412.19437, 3.3), compressed-tensors (FP8, INT8 and packed INT4), GPTQ
 (arXiv:2210.17323) and AWQ (arXiv:2306.00978). A config's quantisation of activations is not applied.

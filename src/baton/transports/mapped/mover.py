@@ -20,7 +20,7 @@ def copy_now(source: ByteArray, dest: ByteArray, copies: CopyList, operation: Op
     except Exception as error:  # otherwise the operation would never end
         operation.end(f"copy failed: {error}")
         return
-    # Ending the operation takes a lock: whoever sees `done`, in this process or by a message from it, sees the bytes.
+    # Ending the operation takes a lock: whoever sees `done`, here or by a message, sees the bytes.
     operation.end(None if ended == len(copies) else f"cancelled after {ended} of {len(copies)} runs")
 
 

@@ -23,8 +23,8 @@ class RemotePeer:
     """Peers with one endpoint share the library's connection to it.
 
     `regions`: (address, bytes), on CUDA device number `device`, or on the host if that is None. `broken`: why the
-    driver gave up the connection. `cut`: the library has closed it, so no byte enters or leaves this process over it.
-    `prove` asks the driver to receive what a gone peer had sent, and then to set `taken_in`.
+    driver gave up the connection. `cut`: closed by the library, so no byte passes any more. `prove` asks the driver to
+    receive what a gone peer had sent, and then to set `taken_in`.
     """
 
     endpoint: str

@@ -67,7 +67,7 @@ class Line:
                 sent = self.socket.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 sent = 0
-            # The peer has not read a megabyte of frames. Frames must not be lost: end the line.
+            # The peer has not read a megabyte of frames, which must not be lost: end the line.
             if sent < len(data):
                 self.socket.shutdown(socket.SHUT_RDWR)
 

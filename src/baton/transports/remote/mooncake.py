@@ -1,7 +1,7 @@
 """`mooncake://`: engines of a cluster, over Mooncake's Transfer Engine. See docs/transports.md.
 
-Mooncake's call for a batch blocks, and returns -1 for a refusal, a broken connection and a time-out alike, while other
-parts may still be moving. So a failed batch cuts the peer off.
+Mooncake's call for a batch blocks, and returns -1 for a refusal, a broken connection and a time-out alike, while parts
+may still move. So a failed batch cuts the peer off.
 
 Fence: as of `nixl`. To receive what a dead process left in sockets, this side copies one byte to itself until
 Mooncake's single loop for all sockets must have read everything.

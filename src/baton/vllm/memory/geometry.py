@@ -107,8 +107,7 @@ def describe_caches(
     out = CacheLayout(list(regions.values()), [], {}, {})
     for group in groups:
         runs = _runs([(index, caches[layer], kernels[layer]) for index, layer in enumerate(group.layers)])
-        # A stage with one layer cannot tell whether other stages split this group. Most do. A drafter is on one stage
-        # only.
+        # A stage with one layer cannot tell whether other stages split this group; most do. Drafters are on one stage.
         alone = num_stages > 1 and len(group.layers) == 1 and group.owner == "target"
         split = len(runs) > 1 or alone
         for run in runs:

@@ -1,7 +1,7 @@
 """Splits vLLM's cache groups by kind and owner.
 
-vLLM joins layers of several kinds and owners if it can, and Baton's `Rules` depend on both: such a group is split into
-several that share a block table.
+vLLM can join layers of several kinds and owners, and Baton's `Rules` depend on both: such a group is split into several
+that share a block table.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Passes of bfloat16 rows through decoder layers in one parallel region. A drafter's pass ends with the choice of
 tokens, with which the next begins. A pass may be an LM head.
 
-Stages switch in a fraction of a microsecond (`stages`), so that reading weights keeps memory busy. They call the
-functions of standalone kernels, and have their bits.
+Stages switch in a fraction of a microsecond (`stages`), so reading weights keeps memory busy. They call standalone
+kernels' functions, and have their bits.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Stages of work within one parallel region: a team's threads share the pieces of a stage, then wait for its end.
 
-A stage ends by finished pieces, not by threads that arrive: a preempted thread delays others only within a piece, and a
-late one skips finished work. A wait spins for the time of a few pieces, then yields its core at each check.
+A stage ends by finished pieces, not by threads that arrive: a preempted thread delays others only within a piece; late
+ones skip finished work. A wait spins for the time of a few pieces, then yields its core at each check.
 
-A stage's counters, of pieces taken and finished, are two int64 in their own cache line, initially 0.
+A stage's counters of taken and finished pieces are two int64 in their own cache line, initially 0.
 """
 
 from __future__ import annotations
