@@ -66,20 +66,13 @@ def _add_own(
 
 
 @jit
-def later(score: Any, vector: int, maxima: Any) -> tuple[Any, Any]:
-    """Update a vector's maximum by a later score. Returns the factor on earlier weights, and the maximum."""
-    factor, peak = _ONE, max(maxima[vector], score)
-    if maxima[vector] < peak:
-        factor = exp32(maxima[vector] - peak) if maxima[vector] > MINUS_INFINITY else _ZERO
-        maxima[vector] = peak
-    return factor, peak
-
-
-@jit
 def soften(scores: Any, low: Any, high: Any, vector: int, maxima: Any, totals: Any) -> Any:
     """Replace scores [low, high) of a vector by weights, and update its maximum and total. Returns the factor on
     earlier weights."""
-    factor, peak = later(largest(scores, low, high), vector, maxima)
+    factor, peak = _ONE, max(maxima[vector], largest(scores, low, high))
+    if maxima[vector] < peak:
+        factor = exp32(maxima[vector] - peak) if maxima[vector] > MINUS_INFINITY else _ZERO
+        maxima[vector] = peak
     totals[vector] = totals[vector] * factor + exponentials(scores, low, high, peak)
     return factor
 

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
-from baton.jit_cache import jit
+from baton.jit_cache import jit, jit_inline
 from baton.kernels.cpu.attention_tile import F32_BYTES, MINUS_INFINITY, ROW_BLOCK, TILE, attend_tile
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
 from baton.kernels.cpu.omp import Kernel, float_of, pointer, take
 from baton.kernels.cpu.scalar import from_f32, to_f32
 from baton.kernels.cpu.simd import LANES, touch
-from baton.kernels.cpu.tile_attention import attend_in_tiles, begin_tiles, end_tiles, interleave
+from baton.kernels.cpu.tile_attention import attend_in_tiles, attend_whole_tile, begin_tiles, end_tiles, interleave
 from baton.kernels.cpu.tiles import HAS_TILES, TILE_ROWS
 from baton.kernels.cpu.transposes import transpose, widen
 
@@ -170,6 +170,13 @@ def _read_ahead(kv: Any, layer: int, head: int, num_heads: int, pages: Any, firs
         token += count
 
 
+@jit_inline
+def _from_a_line(array: Any, count: int) -> Any:
+    """So many elements, from the start of a cache line."""
+    skipped = -array.ctypes.data % _LINE // array.itemsize
+    return array[skipped : skipped + count]
+
+
 @jit
 def _attend_block(
     kv: Any, layer: int, head: int, ahead: int, group: int, query: Any, out: Any, start: int, end: int, positions: Any,
@@ -182,20 +189,25 @@ def _attend_block(
     """
     size = kv.shape[5]
     padded, count = (size + LANES - 1) // LANES * LANES, (end - start) * group
-    keys, values = np.empty((size, TILE), np.float32), np.empty((TILE, padded), np.float32)
+    keys = _from_a_line(np.empty(size * TILE + _LINE, np.float32), size * TILE).reshape(size, TILE)
+    values = np.empty((TILE, padded), np.float32)
     queries = np.empty((count, size), np.float32)
     maxima, totals = np.full(count, MINUS_INFINITY), np.zeros(count, np.float32)
     # If the pairs fill whole vectors.
     in_pairs = HAS_BF16_PAIRS and kv.itemsize == 2 and size % (2 * LANES) == 0
     in_tiles = HAS_TILES and in_pairs and tiles != 0
     at_once = min(TILE_ROWS, count) if in_tiles else ROW_BLOCK
-    scores, factors = np.empty((at_once, TILE), np.float32), np.empty(at_once, np.float32)
+    factors = np.empty(at_once, np.float32)
     rows, edges, seen = np.empty(LANES, np.int64), np.empty((2, at_once), np.int64), np.empty(count, np.int64)
-    packed = np.empty((TILE // 2 if in_tiles else 0, size, 2), np.uint16)
-    weights = np.empty((2, at_once if in_tiles else 0, TILE), np.uint16)
-    whole = (count + at_once - 1) // at_once * at_once
-    sums = np.zeros((whole, padded), np.float32)
-    pairs = np.empty((whole if in_pairs else 0, size), query.dtype)
+    num_packed, whole = TILE * size if in_tiles else 0, (count + at_once - 1) // at_once * at_once
+    packed = _from_a_line(np.empty(num_packed + _LINE, np.uint16), num_packed).reshape(-1, size, 2)
+    # While one group's weights are computed, tiles multiply another's.
+    num_scores = 2 * at_once * TILE
+    scores = _from_a_line(np.empty(num_scores + _LINE, np.float32), num_scores).reshape(2, at_once, TILE)
+    weights = _from_a_line(np.empty(2 * num_scores + _LINE, np.uint16), 2 * num_scores).reshape(2, 2, at_once, TILE)
+    sums = _from_a_line(np.zeros(whole * padded + _LINE, np.float32), whole * padded).reshape(whole, padded)
+    num_pairs = whole * size if in_pairs else 0
+    pairs = _from_a_line(np.empty(num_pairs + _LINE, query.dtype), num_pairs).reshape(-1, size)
     for i in range(count):
         row, first = start + i // group, (head * group + i % group) * size
         seen[i] = positions[row]
@@ -225,13 +237,16 @@ def _attend_block(
         ):  # fmt: skip
             return False
         if HAS_TILES and in_tiles:
-            attend_in_tiles(
-                base, window, seen, pairs, keys, packed, values, sums, maxima, totals, scores, weights, factors, edges,
-                scale,
-            )  # fmt: skip
+            if is_whole:
+                attend_whole_tile(pairs, keys, packed, sums, maxima, totals, scores, weights, count, scale)
+            else:
+                attend_in_tiles(
+                    base, window, seen, pairs, keys, packed, values, sums, maxima, totals, scores[0], weights[0],
+                    factors, edges, scale,
+                )  # fmt: skip
             continue
         attend_tile(
-            base, window, seen, queries, pairs, keys, values, sums, maxima, totals, scores, factors, edges, scale
+            base, window, seen, queries, pairs, keys, values, sums, maxima, totals, scores[0], factors, edges, scale
         )
     if HAS_TILES and in_tiles:
         end_tiles()

@@ -93,18 +93,23 @@ def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, function_type, "llvm.fma.v16f32"), [a, b, c])
 
 
-def _larger(builder: Any, a: Any, b: Any) -> Any:
+def larger(builder: Any, a: Any, b: Any) -> Any:
     """`a` if either is NaN, so that `exponential` propagates NaN."""
     return builder.select(builder.fcmp_ordered("<", a, b), b, a)
 
 
 def folded(builder: Any, vector: Any, combine: Callable[[Any, Any, Any], Any]) -> Any:
     """Reduce all lanes to one number, pairwise, halves first."""
+    return builder.extract_element(folded_lanes(builder, vector, combine), ir.Constant(_I32, 0))
+
+
+def folded_lanes(builder: Any, vector: Any, combine: Callable[[Any, Any, Any], Any]) -> Any:
+    """As `folded`, in each lane."""
     half = LANES // 2
     while half:
         other = shuffled(builder, vector, vector, [(lane + half) % LANES for lane in range(LANES)])
         vector, half = combine(builder, vector, other), half // 2
-    return builder.extract_element(vector, ir.Constant(_I32, 0))
+    return vector
 
 
 def _visible(builder: Any, first: Any, last: Any, chunk: int) -> Any:
@@ -208,8 +213,8 @@ def _largest(typing_context: Any, scores: Any, first: Any, last: Any) -> Any:
         for chunk in range(CHUNKS):
             values = load(builder, scores, 4 * LANES * chunk)
             values = builder.select(_visible(builder, first, last, chunk), values, least)
-            found = _larger(builder, values, found)
-        return folded(builder, found, _larger)
+            found = larger(builder, values, found)
+        return folded(builder, found, larger)
 
     return numba.float32(numba.int64, numba.int64, numba.int64), generate
 
@@ -219,7 +224,7 @@ _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.66
 
 
 def exponential(builder: Any, x: Any) -> Any:
-    x = _larger(builder, x, _constant(builder, -87.0))
+    x = larger(builder, x, _constant(builder, -87.0))
     magic = _constant(builder, 12582912.0)
     shifted = fma(builder, x, _constant(builder, 1.4426950408889634), magic)
     n = builder.fsub(shifted, magic)

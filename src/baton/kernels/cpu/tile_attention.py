@@ -15,18 +15,17 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.extending import intrinsic
 
 from baton.jit_cache import jit
-from baton.kernels.cpu.attention_tile import F32_BYTES, ROW_BLOCK, TILE, later, multiply, soften
-from baton.kernels.cpu.bf16_dot import rounded_pair
+from baton.kernels.cpu.attention_tile import F32_BYTES, ROW_BLOCK, TILE, multiply, soften
+from baton.kernels.cpu.bf16_dot import rounded_pair, widened_pair
 from baton.kernels.cpu.simd import (
     CHUNKS,
     LANES,
     cgutils,
     exponential,
     fma,
-    folded,
-    largest,
+    folded_lanes,
+    larger,
     load,
-    load_widened,
     splat,
     store,
 )
@@ -47,7 +46,7 @@ _NARROW_BYTES = 2
 # Sums or weights, with as many rows as vectors, and what they are multiplied by.
 _LEFTS, _RIGHTS = range(6), (6, 7)
 _STEPS = TILE // TILE_COLUMNS
-_I16, _I64 = ir.IntType(16), ir.IntType(64)
+_F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _ONE = np.float32(1.0)
 
 
@@ -132,30 +131,38 @@ def _scaled(typing_context: Any, numbers: Any, count: Any, factor: Any) -> Any:
     return numba.void(numba.int64, numba.int64, numba.float32), generate
 
 
-def _weighed(typing_context: Any, scores: Any, scale: Any, peak: Any, high: Any, low: Any) -> Any:
-    """e^(score * scale - peak) of 64 scores, each as a sum of two bfloat16 numbers. Returns their sum."""
+def _weighed(typing_context: Any, scores: Any, scale: Any, maximum: Any, total: Any, high: Any, low: Any) -> Any:
+    """Weights e^(score * scale - maximum) of 64 scores, each as a sum of two bfloat16 numbers. Updates a vector's
+    maximum and total, which are addresses. Returns the factor on earlier weights."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        scores, scale, peak, high, low = args
-        scale, minus = splat(builder, scale), builder.fneg(splat(builder, peak))
-        weights = [
-            exponential(builder, fma(builder, load(builder, scores, TILE_BYTES * chunk), scale, minus))
-            for chunk in range(CHUNKS)
-        ]
+        scores, scale, maximum, total, high, low = args
+        scale = splat(builder, scale)
+        rows = [builder.fmul(load(builder, scores, TILE_BYTES * chunk), scale) for chunk in range(CHUNKS)]
+        most = larger(builder, larger(builder, rows[0], rows[2]), larger(builder, rows[1], rows[3]))
+        before = splat(builder, load(builder, maximum, 0, _F32))
+        peak = larger(builder, before, folded_lanes(builder, most, larger))
+        weights = [exponential(builder, builder.fsub(row, peak)) for row in rows]
         for chunk in range(0, CHUNKS, 2):
             offset = ir.Constant(_I64, TILE_BYTES * chunk // 2)
             to, rest_to = builder.add(high, offset), builder.add(low, offset)
             pair = weights[chunk : chunk + 2]
-            store(builder, rounded_pair(builder, *pair), to)
+            words = rounded_pair(builder, *pair)
+            store(builder, words, to)
             rest = [
-                builder.fsub(weight, load_widened(builder, builder.add(to, ir.Constant(_I64, 2 * LANES * half)), 2))
-                for half, weight in enumerate(pair)
+                builder.fsub(weight, widened)
+                for weight, widened in zip(pair, widened_pair(builder, words), strict=True)
             ]
             store(builder, rounded_pair(builder, *rest), rest_to)
-        total = builder.fadd(builder.fadd(weights[0], weights[2]), builder.fadd(weights[1], weights[3]))
-        return folded(builder, total, lambda builder, a, b: builder.fadd(a, b))
+        added = builder.fadd(builder.fadd(weights[0], weights[2]), builder.fadd(weights[1], weights[3]))
+        added = folded_lanes(builder, added, lambda builder, a, b: builder.fadd(a, b))
+        factor = exponential(builder, builder.fsub(before, peak))
+        sums = fma(builder, splat(builder, load(builder, total, 0, _F32)), factor, added)
+        for vector, at in ((peak, maximum), (sums, total)):
+            store(builder, builder.extract_element(vector, ir.Constant(_I32, 0)), at)
+        return builder.extract_element(factor, ir.Constant(_I32, 0))
 
-    return numba.float32(numba.int64, numba.float32, numba.float32, numba.int64, numba.int64), generate
+    return numba.float32(numba.int64, numba.float32, *[numba.int64] * 4), generate
 
 
 def _interleaved(typing_context: Any, first: Any, second: Any, count: Any, out: Any) -> Any:
@@ -171,7 +178,7 @@ def _interleaved(typing_context: Any, first: Any, second: Any, count: Any, out: 
             to = builder.add(out, builder.mul(offset, ir.Constant(_I64, 2)))
             for half in range(2):
                 lanes = [lane + other for lane in range(LANES * half, LANES * (half + 1)) for other in (0, width)]
-                mask = ir.Constant(ir.VectorType(ir.IntType(32), width), lanes)
+                mask = ir.Constant(ir.VectorType(_I32, width), lanes)
                 store(builder, builder.shuffle_vector(*rows, mask), to, TILE_BYTES * half)
         return context.get_dummy_value()
 
@@ -204,6 +211,7 @@ def attend_in_tiles(
     pairs_at, packed_at, high_at = (
         np.int64(pairs.ctypes.data), np.int64(packed.ctypes.data), np.int64(weights.ctypes.data),
     )  # fmt: skip
+    maxima_at, totals_at = np.int64(maxima.ctypes.data), np.int64(totals.ctypes.data)
     score_bytes, sum_bytes, weight_bytes = F32_BYTES * TILE, F32_BYTES * padded, _NARROW_BYTES * TILE
     low_at, low, high = high_at + weights.shape[1] * weight_bytes, edges[0], edges[1]
     at_once = min(TILE_ROWS, count)
@@ -223,11 +231,12 @@ def attend_in_tiles(
         for j in range(num_rows):
             at = scores_at + j * score_bytes
             if first <= j < last:
-                factors[j], peak = later(largest(at, 0, TILE) * scale, i + j, maxima)
-                weight = _weigh(at, scale, peak, high_at + j * weight_bytes, low_at + j * weight_bytes)
-                totals[i + j] = totals[i + j] * factors[j] + weight
-                if factors[j] != _ONE:
-                    _scale(sums_at + (i + j) * sum_bytes, padded, factors[j])
+                at_j = (i + j) * F32_BYTES
+                factor = _weigh(
+                    at, scale, maxima_at + at_j, totals_at + at_j, high_at + j * weight_bytes, low_at + j * weight_bytes
+                )
+                if factor != _ONE:
+                    _scale(sums_at + (i + j) * sum_bytes, padded, factor)
             elif low[j] < high[j]:
                 _scale(at, TILE, scale)
                 factors[j] = soften(at, low[j], high[j], i + j, maxima, totals)
@@ -252,3 +261,38 @@ def attend_in_tiles(
                     values_at + low[begin] * sum_bytes, sum_bytes, high[begin] - low[begin],
                     factors_at + begin * F32_BYTES, sums_at + (i + begin) * sum_bytes, sum_bytes, padded,
                 )  # fmt: skip
+
+
+@jit
+def attend_whole_tile(
+    pairs: Any, keys: Any, packed: Any, sums: Any, maxima: Any, totals: Any, scores: Any, weights: Any, count: int,
+    scale: Any,
+) -> None:  # fmt: skip
+    """As `attend_in_tiles` if all `count` vectors see the whole tile: tiles are multiplied while the weights of other
+    vectors are computed. `scores` [2, 16, 64], `weights` [2, 2, 16, 64]."""
+    size, padded = pairs.shape[1], sums.shape[1]
+    keys_at, packed_at, sums_at = np.int64(keys.ctypes.data), np.int64(packed.ctypes.data), np.int64(sums.ctypes.data)
+    scores_at, pairs_at, weights_at = (
+        np.int64(scores.ctypes.data), np.int64(pairs.ctypes.data), np.int64(weights.ctypes.data),
+    )  # fmt: skip
+    maxima_at, totals_at = np.int64(maxima.ctypes.data), np.int64(totals.ctypes.data)
+    score_bytes, sum_bytes, weight_bytes = F32_BYTES * TILE, F32_BYTES * padded, _NARROW_BYTES * TILE
+    at_once, query_bytes, steps = scores.shape[1], size * _NARROW_BYTES, size // TILE_COLUMNS
+    groups, part = (count + at_once - 1) // at_once, at_once * weight_bytes
+    _score(pairs_at, query_bytes, keys_at, steps, scores_at)
+    for group in range(groups):
+        i, here = group * at_once, scores_at + group % 2 * at_once * score_bytes
+        if group + 1 < groups:
+            other = scores_at + (group + 1) % 2 * at_once * score_bytes
+            _score(pairs_at + (i + at_once) * query_bytes, query_bytes, keys_at, steps, other)
+        if group > 0:
+            high_at = weights_at + (group - 1) % 2 * 2 * part
+            _sum(high_at, high_at + part, packed_at, sums_at + (i - at_once) * sum_bytes, sum_bytes)
+        high_at = weights_at + group % 2 * 2 * part
+        for j in range(min(at_once, count - i)):
+            at, to = (i + j) * F32_BYTES, high_at + j * weight_bytes
+            factor = _weigh(here + j * score_bytes, scale, maxima_at + at, totals_at + at, to, to + part)
+            if factor != _ONE:
+                _scale(sums_at + (i + j) * sum_bytes, padded, factor)
+    high_at = weights_at + (groups - 1) % 2 * 2 * part
+    _sum(high_at, high_at + part, packed_at, sums_at + (groups - 1) * at_once * sum_bytes, sum_bytes)

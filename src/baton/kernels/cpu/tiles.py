@@ -14,7 +14,7 @@ from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
 from baton.kernels.cpu.simd import cgutils, has_features
 
 HAS_TILES = HAS_BF16_PAIRS and has_features("amx-tile", "amx-bf16")
-# bfloat16 columns of a tile, or pairs of them.
+# Rows, bytes of a row, bfloat16 columns and pairs of them.
 TILE_ROWS, TILE_BYTES, TILE_COLUMNS, TILE_PAIRS = 16, 64, 32, 16
 # Linux: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
