@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
-from baton.jit_cache import jit, jit_inline
-from baton.kernels.cpu.attention_tile import F32_BYTES, MINUS_INFINITY, ROW_BLOCK, TILE, attend_tile
+from baton.jit_cache import jit
+from baton.kernels.cpu.attention_tile import F32_BYTES, LINE, MINUS_INFINITY, ROW_BLOCK, TILE, attend_tile, from_a_line
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
 from baton.kernels.cpu.omp import Kernel, float_of, pointer, take
 from baton.kernels.cpu.scalar import from_f32, to_f32
@@ -23,7 +23,6 @@ from baton.kernels.cpu.transposes import transpose, widen
 
 # Query vectors that share one load of a tile: they fit in a core's cache.
 _QUERY_VECTORS = 128
-_LINE = 64
 # Bytes read ahead at once, which a core's cache keeps until all heads have used them.
 _READ_AHEAD_BYTES = 1 << 18
 # With this many requests, threads share the work well without splitting a request's heads.
@@ -165,16 +164,9 @@ def _read_ahead(kv: Any, layer: int, head: int, num_heads: int, pages: Any, firs
         keys_at = np.int64(kv.ctypes.data) + page * kv.strides[0] + layer * kv.strides[1] + head * kv.strides[4]
         for at in (keys_at, keys_at + kv.strides[2]):
             for j in range(slot, slot + count):
-                for offset in range(0, num_heads * kv.strides[4], _LINE):
+                for offset in range(0, num_heads * kv.strides[4], LINE):
                     touch(at + j * kv.strides[3] + offset)
         token += count
-
-
-@jit_inline
-def _from_a_line(array: Any, count: int) -> Any:
-    """So many elements, from the start of a cache line."""
-    skipped = -array.ctypes.data % _LINE // array.itemsize
-    return array[skipped : skipped + count]
 
 
 @jit
@@ -189,7 +181,7 @@ def _attend_block(
     """
     size = kv.shape[5]
     padded, count = (size + LANES - 1) // LANES * LANES, (end - start) * group
-    keys = _from_a_line(np.empty(size * TILE + _LINE, np.float32), size * TILE).reshape(size, TILE)
+    keys = from_a_line(np.empty(size * TILE + LINE, np.float32), size * TILE).reshape(size, TILE)
     values = np.empty((TILE, padded), np.float32)
     queries = np.empty((count, size), np.float32)
     maxima, totals = np.full(count, MINUS_INFINITY), np.zeros(count, np.float32)
@@ -200,14 +192,14 @@ def _attend_block(
     factors = np.empty(at_once, np.float32)
     rows, edges, seen = np.empty(LANES, np.int64), np.empty((2, at_once), np.int64), np.empty(count, np.int64)
     num_packed, whole = TILE * size if in_tiles else 0, (count + at_once - 1) // at_once * at_once
-    packed = _from_a_line(np.empty(num_packed + _LINE, np.uint16), num_packed).reshape(-1, size, 2)
+    packed = from_a_line(np.empty(num_packed + LINE, np.uint16), num_packed).reshape(-1, size, 2)
     # While one group's weights are computed, tiles multiply another's.
     num_scores = 2 * at_once * TILE
-    scores = _from_a_line(np.empty(num_scores + _LINE, np.float32), num_scores).reshape(2, at_once, TILE)
-    weights = _from_a_line(np.empty(2 * num_scores + _LINE, np.uint16), 2 * num_scores).reshape(2, 2, at_once, TILE)
-    sums = _from_a_line(np.zeros(whole * padded + _LINE, np.float32), whole * padded).reshape(whole, padded)
+    scores = from_a_line(np.empty(num_scores + LINE, np.float32), num_scores).reshape(2, at_once, TILE)
+    weights = from_a_line(np.empty(2 * num_scores + LINE, np.uint16), 2 * num_scores).reshape(2, 2, at_once, TILE)
+    sums = from_a_line(np.zeros(whole * padded + LINE, np.float32), whole * padded).reshape(whole, padded)
     num_pairs = whole * size if in_pairs else 0
-    pairs = _from_a_line(np.empty(num_pairs + _LINE, query.dtype), num_pairs).reshape(-1, size)
+    pairs = from_a_line(np.empty(num_pairs + LINE, query.dtype), num_pairs).reshape(-1, size)
     for i in range(count):
         row, first = start + i // group, (head * group + i % group) * size
         seen[i] = positions[row]
