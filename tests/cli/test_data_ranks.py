@@ -117,6 +117,11 @@ def test_a_rank_that_does_not_start_is_told(
         started.await_ready(reporter)
 
 
+def test_a_rank_whose_process_cannot_be_made_is_told() -> None:
+    with pytest.raises(EngineUnavailableError, match=r"a process could not be started: .*Argument list too long"):
+        DataRanks(2, "p" * (1 << 18), [7000, 7001], 3)
+
+
 @pytest.mark.parametrize("also", [[], ["fail-0"]])
 def test_a_setting_that_a_rank_refuses_is_told(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reporter: Reporter, also: list[str]

@@ -7,10 +7,12 @@ import fcntl
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -102,3 +104,111 @@ def test_a_reader_that_is_gone_ends_no_thread_with_an_error() -> None:
     stream.close()
     with contextlib.suppress(BrokenPipeError):
         stream.stream.close()
+
+
+def fill(pipe: int) -> None:
+    """As another process that has the pipe too."""
+    own = os.open(f"/proc/self/fd/{pipe}", os.O_WRONLY | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(own, b"y" * 4095 + b"\n")
+    os.close(own)
+
+
+def test_a_malformed_line_is_told_and_waits_for_no_reader(pipe: tuple[logging.Logger, int]) -> None:
+    logger, reads = pipe
+    writer = threading.Thread(target=lambda: [logger.warning("%d", "x" * 9) for _ in range(900)], daemon=True)
+    writer.start()
+    writer.join(60)
+    assert not writer.is_alive()
+    logger.warning("last")
+    told = read_until(reads, "last")
+    assert len(told) == 901
+    assert told[0].startswith("'%d' cannot be logged: ")
+
+
+class RacedStream(LogStream):
+    """Another process fills the pipe when this one has found room for the first time."""
+
+    is_filled = False
+
+    def has_room(self, timeout_s: float | None) -> bool:
+        has_room = super().has_room(timeout_s)
+        if not self.is_filled:
+            self.is_filled = True
+            fill(self.stream.fileno())
+        return has_room
+
+
+def test_a_pipe_that_another_process_fills_first_is_not_waited_for() -> None:
+    reads, writes = os.pipe()
+    with os.fdopen(writes, "w") as stream:
+        logger, handler = logging.Logger("t"), RacedStream(stream)
+        logger.addHandler(handler)
+        writer = threading.Thread(target=logger.warning, args=("x" * 99,), daemon=True)
+        writer.start()
+        writer.join(60)
+        assert not writer.is_alive()
+        assert "x" * 99 in read_until(reads, "x" * 99)
+        handler.close()
+    os.close(reads)
+
+
+def test_a_character_that_the_encoding_lacks_takes_ten_bytes() -> None:
+    reads, writes = os.pipe()
+    fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, 4096)
+    with os.fdopen(writes, "w", encoding="ascii", errors="backslashreplace") as stream:
+        logger, handler = logging.Logger("t"), LogStream(stream)
+        logger.addHandler(handler)
+        writer = threading.Thread(target=logger.warning, args=("\U0001f600" * 1000,), daemon=True)
+        writer.start()
+        writer.join(60)
+        assert not writer.is_alive()
+        logger.warning("last")
+        assert read_until(reads, "last") == ["\\U0001f600" * 1000, "last"]
+        handler.close()
+    os.close(reads)
+
+
+def test_a_forked_process_does_not_repeat_the_lines_of_its_parent(pipe: tuple[logging.Logger, int]) -> None:
+    logger, reads = pipe
+    lines = [f"{number}: {'x' * 99}" for number in range(500)]
+    for line in lines:
+        logger.warning("%s", line)
+    if not (child := os.fork()):
+        logger.warning("child")
+        for thread in threading.enumerate():
+            if thread.name == "baton-log":
+                thread.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+    logger.warning("parent")
+    found: list[str] = []
+    while not {"parent", "child"} <= set(found):
+        found += os.read(reads, 1 << 16).decode().splitlines()
+    os.waitpid(child, 0)
+    found.remove("child")
+    assert found == [*lines, "parent"]
+
+
+def test_a_log_that_dropped_lines_goes_on_with_another_reader(tmp_path: Path) -> None:
+    """Of a named pipe, whose first reader ends."""
+    fifo = tmp_path / "log"
+    os.mkfifo(fifo)
+    reads = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    with open(fifo, "w") as stream:
+        logger, handler = logging.Logger("t"), LogStream(stream)
+        logger.addHandler(handler)
+        for _ in range(5000):
+            logger.warning("x" * 99)
+        (thread,) = (found for found in threading.enumerate() if found.name == "baton-log")
+        os.close(reads)
+        thread.join(60)
+        reads = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+        os.set_blocking(reads, True)
+        told = b""
+        while b"again\n" not in told:
+            logger.warning("again")
+            told += os.read(reads, 1 << 16)
+        assert b" lines of this log were dropped, since nobody read them\n" in told
+        handler.close()
+    os.close(reads)

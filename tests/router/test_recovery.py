@@ -23,13 +23,16 @@ from baton.errors import (
     EngineUnavailableError,
     HandoffError,
     ProtocolError,
+    RequestError,
 )
 from baton.event_loop import timeout
 from baton.router import RouterConfig, build_app
 from baton.router.attempts.join import Joined
 from baton.router.attempts.recovery import MAX_ATTEMPTS
 from baton.router.clients.engine_client import BatonClient, new_session
+from baton.router.index.held import HeldPrefixes
 from baton.router.pool import EnginePool
+from baton.router.pooled_engine import PooledEngine
 from baton.router.timers import RouterTimers
 from baton.sampling_params import SamplingParams
 from baton.server import build_app as build_engine_app
@@ -435,6 +438,41 @@ async def test_an_engine_that_was_down_and_is_silent_gets_no_requests(directory:
         await fails(0, DrainingError("it leaves"))
         await fails(0, EngineUnavailableError("refused"))
         assert not await pool.has_died(engines[0]), "it has left as announced"
+
+
+async def test_the_events_of_an_engine_are_read_for_as_long_as_it_is_in_the_pool(directory: Path) -> None:
+    """Not for one that is added twice at a time, nor for a removed one that restarts while it has legs."""
+
+    class Client:
+        has_ranks, url, incarnation = False, "", "1"
+
+        def __init__(self, session: object, url: str, *_: object) -> None:
+            self.url = url
+
+        async def info(self) -> EngineInfo:
+            await asyncio.sleep(0)
+            info = FakeEngine(directory).info
+            return msgspec.structs.replace(info, role="both", kv_events_port=1, incarnation=self.incarnation)
+
+    async with new_session() as session:
+        pool = EnginePool(session, Client)  # type: ignore[arg-type]
+        added = await asyncio.gather(
+            *(pool.add("http://127.0.0.1:9", "both") for _ in range(2)), return_exceptions=True
+        )
+        engine = added[0]
+        assert isinstance(engine, PooledEngine)
+        assert isinstance(added[1], RequestError)
+        (subscriber,) = pool.readers.subscribers.values()
+        assert isinstance(engine.known, HeldPrefixes)
+        assert engine.known.index is subscriber.index
+        with engine.leg(lambda error: None):
+            pool.remove(engine.url)
+            engine.client.incarnation = "2"  # type: ignore[attr-defined]
+            await pool.refresh(engine)
+            assert engine.info is not None
+            assert engine.info.incarnation == "2"
+            assert not pool.readers.subscribers
+        await pool.readers.close()
 
 
 async def test_a_router_that_was_halted_gives_nobody_up(directory: Path) -> None:

@@ -137,6 +137,21 @@ SHAPES: list[Any] = [
     {"ready": True, "alarms": [], "engines": [{"url": 7}]},
     {"ready": True, "alarms": None, "engines": []},
     {"ready": True, "alarms": [], "engines": [], "handoffs": [], "recoveries": {}, "decisions": {"summary": ""}},
+    {
+        "ready": True,
+        "alarms": [],
+        "engines": [
+            {
+                "url": "",
+                "role": "",
+                "load": {"kv_usage": 10**400},
+                "info": {},
+                "draining": 0,
+                "healthy": 1,
+                "num_inflight": 0,
+            }
+        ],
+    },
 ]
 
 

@@ -233,3 +233,16 @@ def test_output_that_cannot_be_written_is_one_line(unbuffered: str) -> None:
         environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment, text=True)
     assert (ended.returncode, ended.stderr) == (1, "error: stdout: No space left on device [config]\n")
+
+
+@pytest.mark.parametrize("command", [["serve"], ["up"]])
+def test_too_little_memory_for_the_libraries_is_one_error(command: list[str], tmp_path: Path) -> None:
+    model = str(Path("models/baton-demo-llama").resolve())
+    run = ["sh", "-c", 'ulimit -v 400000; exec "$@"', "-", sys.executable, "-m", "baton.cli"]
+    asked = [*run, *command, model, "--port", "0"]
+    ended = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 2, ended.stderr
+    assert "Traceback" not in ended.stderr
+    *_, last = ended.stderr.splitlines()
+    assert " ERROR baton: " in last
+    assert "processes may have 0.38 GiB of addresses (ulimit -v), which is too little" in last

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,24 @@ def test_a_child_that_says_one_thing_says_it_once(tmp_path: Path) -> None:
     assert log.text().count("\n") == 3
     silent = ChildLog(tmp_path / "b.log")
     assert silent.last_words() is None
+
+
+def test_a_thread_that_cannot_start_is_an_error_of_the_system_and_holds_no_pipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a process that cannot be made, which the parent outlives."""
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    log = ChildLog(tmp_path / "a.log", lambda line: None)
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", fail)
+        with pytest.raises(OSError, match="can't start new thread"), log.writing():
+            pass
+    assert os.listdir("/proc/self/fd") == before
+    assert log.text() == ""
 
 
 def test_answers_go_on_while_nobody_reads_the_log(directory: str) -> None:

@@ -6,6 +6,7 @@ import errno
 import io
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Sequence
@@ -143,6 +144,13 @@ def _end_on_hangup() -> None:
         signal.signal(signal.SIGHUP, lambda number, frame: signal.raise_signal(signal.SIGTERM))
 
 
+def _memory_limit() -> str | None:
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    return f"processes may have {limit / 2**30:.2g} GiB of addresses (ulimit -v), which is too little"
+
+
 def main(given: Sequence[str] | None = None) -> None:
     """Exit status: 2 for a bad setting, checkpoint or request, else 1."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
@@ -169,6 +177,11 @@ def main(given: Sequence[str] | None = None) -> None:
         raise SystemExit(
             CONFIG_STATUS if isinstance(error, ConfigError | CheckpointError | RequestError) else 1
         ) from None
+    except (MemoryError, ImportError) as error:
+        if (limited := _memory_limit()) is None or isinstance(error, ModuleNotFoundError):
+            raise
+        _print_error(f"{limited}: {error}".removesuffix(": "), CODE_BY_ERROR[ConfigError])
+        raise SystemExit(CONFIG_STATUS) from None
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EPIPE) or error.filename is not None or is_logging():
             raise

@@ -70,8 +70,10 @@ class DataRanks:
                     "--engines-per-host": str(engines_per_host * size),
                 }
                 self._start([text for flag in own.items() for text in flag], size)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, OSError):
+                raise EngineUnavailableError(f"a process could not be started: {error}") from error
             raise
 
     def _start(self, flags: list[str], size: int) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
+import os
 import select
+import stat
 import threading
 from collections import deque
 from typing import TextIO
+from weakref import WeakSet
 
-# A writable pipe takes PIPE_BUF bytes at once, and a character has up to four.
-_CHARS_AT_ONCE = select.PIPE_BUF // 4
 _MAX_PENDING = 1000
 _CLOSE_S = 2.0
 
@@ -21,19 +24,24 @@ class LogStream(logging.StreamHandler[TextIO]):
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
         self._pending: deque[str] = deque()
+        self._rest = b""  # of the line being written
         self._num_dropped = 0
         self._thread: threading.Thread | None = None
+        self._pipe = _opened_again(stream)
+        _STREAMS.add(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
+            if not self._waits:
+                self._note_dropped()
             if self._num_dropped or len(self._pending) >= _MAX_PENDING:
                 self._num_dropped += 1
-                return
-            self._append(record)
+            else:
+                self._append(record)
             if self._thread is not None and self._thread.is_alive():
                 return
             self._write(0.0)
-            if self._pending:
+            if self._waits:
                 self._thread = threading.Thread(target=self._write_later, name="baton-log", daemon=True)
                 self._thread.start()
         except Exception:
@@ -47,31 +55,72 @@ class LogStream(logging.StreamHandler[TextIO]):
         except (OSError, ValueError):  # closed before
             pass
         finally:
-            self._pending.clear()
+            self._forget()
+            pipe, self._pipe = self._pipe, None
+            if pipe is not None:
+                os.close(pipe)
             self.release()
         super().close()
 
+    def after_fork(self) -> None:
+        """The parent writes its pending lines."""
+        self._forget()
+        self._thread = None
+
+    def _forget(self) -> None:
+        self._pending.clear()
+        self._rest, self._num_dropped = b"", 0
+
     def _append(self, record: logging.LogRecord) -> None:
-        text = self.format(record) + self.terminator
-        self._pending.extend(text[start : start + _CHARS_AT_ONCE] for start in range(0, len(text), _CHARS_AT_ONCE))
+        try:
+            text = self.format(record)
+        except Exception as error:  # `handleError` would wait for a reader
+            given = repr(record.msg), error
+            text = self.format(
+                logging.LogRecord(record.name, logging.ERROR, "", 0, "%s cannot be logged: %s", given, None)
+            )
+        self._pending.append(text + self.terminator)
+
+    def _note_dropped(self) -> None:
+        dropped, self._num_dropped = self._num_dropped, 0
+        if dropped:
+            what = "%d lines of this log were dropped, since nobody read them"
+            self._append(logging.LogRecord("baton", logging.WARNING, "", 0, what, (dropped,), None))
+
+    @property
+    def _waits(self) -> bool:
+        return bool(self._pending or self._rest)
 
     def _write(self, wait_s: float) -> None:
-        while self._pending and self._has_room(wait_s):
-            self.stream.write(self._pending.popleft())
+        while self._waits and self.has_room(wait_s):
+            if not self._rest:
+                text = self._pending.popleft()
+                self._rest = text.encode(self.stream.encoding or "utf-8", self.stream.errors or "backslashreplace")
+            # A writable pipe takes PIPE_BUF bytes at once.
+            with contextlib.suppress(BlockingIOError):  # another process was faster
+                self._rest = self._rest[self._put(self._rest[: select.PIPE_BUF]) :]
+            if not self._waits:
+                self._note_dropped()
+
+    def _put(self, data: bytes) -> int:
+        """Returns how many bytes are written."""
+        if self._pipe is not None:
+            return os.write(self._pipe, data)
+        try:
+            return os.write(self.stream.fileno(), data)
+        except io.UnsupportedOperation:
+            self.stream.write(self._rest.decode(self.stream.encoding or "utf-8"))
             self.stream.flush()
-            if self._num_dropped and not self._pending:
-                what = "%d lines of this log were dropped, since nobody read them"
-                dropped, self._num_dropped = self._num_dropped, 0
-                self._append(logging.LogRecord("baton", logging.WARNING, "", 0, what, (dropped,), None))
+            return len(self._rest)
 
     def _write_later(self) -> None:
         while True:
             try:
-                self._has_room(None)
+                self.has_room(None)
                 self.acquire()
                 try:
                     self._write(0.0)
-                    if not self._pending:
+                    if not self._waits:
                         self._thread = None
                         return
                 finally:
@@ -79,8 +128,41 @@ class LogStream(logging.StreamHandler[TextIO]):
             except (OSError, ValueError):  # the reader is gone
                 return
 
-    def _has_room(self, timeout_s: float | None) -> bool:
+    def has_room(self, timeout_s: float | None) -> bool:
         try:
             return bool(select.select((), (self.stream,), (), timeout_s)[1])
         except OSError:  # a stream without a descriptor
             return True
+
+
+_STREAMS: WeakSet[LogStream] = WeakSet()
+_HELD: list[LogStream] = []  # during a fork
+
+
+def _opened_again(stream: TextIO) -> int | None:
+    """A pipe with a non-blocking description of its own: the stream's is shared with other processes."""
+    with contextlib.suppress(OSError):
+        if stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):
+            return os.open(f"/proc/self/fd/{stream.fileno()}", os.O_WRONLY | os.O_NONBLOCK)
+    return None
+
+
+def _before_fork() -> None:
+    """No thread may be writing."""
+    _HELD.extend(_STREAMS)
+    for stream in _HELD:
+        stream.acquire()
+
+
+def _after_fork() -> None:
+    while _HELD:
+        _HELD.pop().release()
+
+
+def _after_fork_in_child() -> None:
+    """`logging` makes new locks."""
+    while _HELD:
+        _HELD.pop().after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)

@@ -41,7 +41,6 @@ class RoleOptions:
     decode_data_parallel_size: DataRankCount = None
 
     def flags(self) -> dict[str, list[str]]:
-        """The engine flags of each role."""
         flags: dict[str, list[str]] = {}
         for role in ROLES:
             own = {name: value for name, value in self._of(role).items() if name != "data_parallel_size"}

@@ -99,7 +99,7 @@ def _checked(url: str, answer: bytes) -> dict[str, Any]:
     try:
         state = json.loads(answer)
         status_text(state)
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError):
         raise ProtocolError(f"{url} is not a router, or one of another version") from None
     assert isinstance(state, dict)
     return state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -62,14 +63,20 @@ class ChildLog:
 
     @contextlib.contextmanager
     def writing(self) -> Any:
+        """Raises `OSError`."""
         with self.path.open("ab") as file:
             if self._forward is None:
                 yield file.fileno()
                 return
         read, write = os.pipe()
-        self._thread = threading.Thread(target=self._pass_on, args=(read,), daemon=True, name="baton-child-log")
-        self._thread.start()
+        thread = threading.Thread(target=self._pass_on, args=(read,), daemon=True, name="baton-child-log")
         try:
+            try:
+                thread.start()
+            except RuntimeError as error:
+                os.close(read)
+                raise OSError(errno.EAGAIN, str(error)) from None
+            self._thread = thread
             yield write
         finally:
             os.close(write)

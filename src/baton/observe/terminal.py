@@ -15,7 +15,7 @@ def status_text(state: Mapping[str, Any]) -> str:
     """`/status`, or an event of the dashboard, which also has latencies and errors. Servers' control characters, which
     could change the terminal or begin a line, become `?`.
 
-    Raises `LookupError`, `TypeError`, `ValueError` or `AttributeError` for anything else.
+    Raises `LookupError`, `TypeError`, `ValueError`, `AttributeError` or `OverflowError` for anything else.
     """
     state = _printable(state)
     alarms = (f"{ALARM}{alarm}" for alarm in state["alarms"])

@@ -63,6 +63,7 @@ class EnginePool:
         shared = None if loads is None else loads.binding
         self.identity = PoolIdentity(lambda: self.engines, tokenizer_dir, load_tokenizer, shared)
         self._engines: dict[str, PooledEngine] = {}
+        self._joining: set[str] = set()
         self._removed: set[PooledEngine] = set()  # removed engines that still have legs
         self._checks: dict[PooledEngine, asyncio.Task[None]] = {}
 
@@ -86,19 +87,20 @@ class EnginePool:
         Raises `RequestError` for a bad URL or role, `IncompatiblePeerError` for another model or drafter.
         """
         url = checked_url(url)
-        if url in self._engines:
+        if url in self._engines or url in self._joining:
             raise RequestError(f"{url} is an engine of this router already", "url")
         engine = PooledEngine(self._new_client(self._session, url, self.timers, role), role)
         if self.loads is not None:
             engine.on_load = self.loads.publish
+        self._joining.add(url)
         try:
             await self._identify(engine)
         except BatonError as error:
             if not (known or isinstance(error, EngineUnavailableError)):
                 raise
             engine.problem = str(error)
-        if url in self._engines:  # added twice at the same time
-            raise RequestError(f"{url} is an engine of this router already", "url")
+        finally:
+            self._joining.discard(url)
         self._engines[url] = engine
         if engine.info is not None and engine.problem is None:
             logger.info("engine %s: %s joins as %s", url, engine.name, role)
@@ -253,7 +255,7 @@ class EnginePool:
         await self.identity.adopt(engine, info)
         if engine.info is None or engine.info.incarnation != info.incarnation:
             clock = asyncio.get_running_loop().time
-            held = self.readers.follow(engine.url, info)
+            held = None if engine.leaving else self.readers.follow(engine.url, info)
             engine.known = held or KnownPrefixes(info.prefix_step, info.kv_tokens, clock)
         problem = _BARRED if engine.barred == info.incarnation else None
         if engine.problem is not None and problem is None and self._engines.get(engine.url) is engine:

@@ -7,12 +7,13 @@ arguments. Clients send only values for its variables.
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import logging
 import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 import jinja2.meta
@@ -25,7 +26,13 @@ from jinja2.utils import Namespace
 
 from baton.checkpoint_files import read_text
 from baton.errors import CheckpointError, ConfigError, RequestError
-from baton.text.content_format import ContentFormatOption, content_text, detect_content_format, with_content
+from baton.text.content_format import (
+    ContentFormat,
+    ContentFormatOption,
+    content_text,
+    detect_content_format,
+    with_content,
+)
 
 log = logging.getLogger(__name__)
 
@@ -75,39 +82,49 @@ def read_templates(root: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     return own or templates
 
 
+class _Compiled(NamedTuple):
+    template: jinja2.Template
+    variables: frozenset[str]
+    content_format: ContentFormat
+    knows_developer: bool
+
+
+@functools.lru_cache(maxsize=8)
+def _compile(source: str) -> _Compiled:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    # Helpers of transformers that templates rely on.
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda fmt: datetime.datetime.now().strftime(fmt)
+    environment.globals["dict"] = _Dict()
+    environment.globals["namespace"] = _Namespace
+    environment.filters["tojson"] = _to_json
+    try:
+        template = environment.from_string(source)
+        parsed = environment.parse(source)
+        variables = frozenset(jinja2.meta.find_undeclared_variables(parsed))
+    except jinja2.TemplateError as error:
+        raise CheckpointError(f"the chat template does not compile: {error}") from None
+    texts = [*parsed.find_all(nodes.Const), *parsed.find_all(nodes.TemplateData)]
+    knows_developer = any("developer" in str(getattr(node, "value", getattr(node, "data", ""))) for node in texts)
+    return _Compiled(template, variables, detect_content_format(parsed), knows_developer)
+
+
 class ChatTemplate:
-    """A compiled template. Raises `CheckpointError`."""
+    """Raises `CheckpointError`."""
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], content_format: ContentFormatOption = "auto"
     ) -> None:
         """`special_tokens` by name, such as `bos_token`. The attribute `variables` has all names that the template
         uses."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-        )
-        # Helpers of transformers that templates rely on.
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda fmt: datetime.datetime.now().strftime(fmt)
-        environment.globals["dict"] = _Dict()
-        environment.globals["namespace"] = _Namespace
-        environment.filters["tojson"] = _to_json
-        try:
-            self._template = environment.from_string(source)
-            parsed = environment.parse(source)
-            self.variables = frozenset(jinja2.meta.find_undeclared_variables(parsed))
-        except jinja2.TemplateError as error:
-            raise CheckpointError(f"the chat template does not compile: {error}") from None
-        detected = detect_content_format(parsed)
+        self._template, self.variables, detected, self._knows_developer = _compile(source)
         self.content_format = detected if content_format == "auto" else content_format
         if self.content_format != detected:
             what = "chat_template_content_format is %s, but the chat template seems to read %s"
             log.warning(what, content_format, detected)
         self._special_tokens = dict(special_tokens)
-        texts = [*parsed.find_all(nodes.Const), *parsed.find_all(nodes.TemplateData)]
-        self._knows_developer = any(
-            "developer" in str(getattr(node, "value", getattr(node, "data", ""))) for node in texts
-        )
 
     def render(
         self,

@@ -241,7 +241,6 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """A decode leg has its blocks now."""
         self.scheduler.on_allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> BatonMetadata:

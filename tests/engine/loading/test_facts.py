@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -54,8 +55,21 @@ def test_an_engine_that_promises_no_bits_names_its_processor() -> None:
 def test_a_processor_is_another_without_its_bfloat16_products() -> None:
     """A hypervisor may hide them: LLVM's name of the CPU stays."""
     products = [{}, {"avx512bf16": True}, {"avx512bf16": True, "amx-bf16": True}, {"amx-bf16": True}]
-    found = {engine_facts.cpu_fact("sapphirerapids", "AVX512", {"rtm": True, **own}) for own in products}
+    found = {engine_facts.cpu_fact("sapphirerapids", "AVX512", {"rtm": True, **own}, {}) for own in products}
     assert len(found) == len(products)
+
+
+def test_a_processor_is_another_with_limits_on_its_kernels() -> None:
+    limits = [
+        {},
+        {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+        {"MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+        {"ONEDNN_MAX_CPU_ISA": "avx2", "OMP_NUM_THREADS": "2"},
+    ]
+    found = [engine_facts.cpu_fact("znver4", "AVX512", {}, each) for each in limits]
+    assert found[0] == "znver4 AVX512"
+    assert found[1] == found[3] == "znver4 AVX512 ONEDNN_MAX_CPU_ISA=AVX2"
+    assert len(set(found)) == 3
 
 
 def test_the_probe_sees_the_last_bit_of_logits_and_noise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +79,9 @@ def test_the_probe_sees_the_last_bit_of_logits_and_noise(monkeypatch: pytest.Mon
         other.setattr(CausalLM, "compute_logits", lambda self, x: torch.nextafter(logits(self, x), torch.tensor(9e9)))
         found.append(facts_of(batch_invariant=True)["numerics.probe"])
     with monkeypatch.context() as other:
-        other.setattr(engine_facts, "gumbel", lambda *a: noise(*a) * (1 + 2**-52))
+        other.setattr(
+            engine_facts, "gumbel", lambda *a: noise(*a) * np.where(np.arange(a[-1]) == 50_000, 1 + 2**-52, 1)
+        )
         found.append(facts_of(batch_invariant=True)["numerics.probe"])
     assert len(set(found)) == 3
 

@@ -26,6 +26,23 @@ def test_what_few_rows_cost_over_a_line_says_nothing_of_more() -> None:
     assert more == [1.0] * 3
 
 
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        {rows: rows * (1.0 if rows <= 16 else 1.3) for rows in FewRows.MEASURED},
+        {rows: 1.0 + 1e3 * (rows == 32) for rows in FewRows.MEASURED},
+        {rows: 1.0 + 1e3 * (rows == 1) for rows in FewRows.MEASURED},
+    ],
+    ids=["many rows are slow", "32 rows were disturbed", "1 row was disturbed"],
+)
+def test_no_number_of_rows_costs_less_than_nothing(seconds: dict[int, float]) -> None:
+    few = FewRows()
+    few.fit(seconds)
+    factors = few.of(range(1, 65))
+    assert factors.min() > 0.0
+    assert few.of(2) < 2.0
+
+
 class UnevenExecutor:
     """Its own clock: 1 ms and 1 ms a row, twice as long for three rows; one forward is disturbed."""
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
+
 import pytest
+from aiohttp import web
 
 from baton.errors import (
     EngineUnavailableError,
@@ -13,6 +17,10 @@ from baton.errors import (
     refusal_text,
 )
 from baton.openai.http.api_errors import error_of_chunk, to_api_error
+from baton.openai.http.app import new_app, send_answer
+from baton.openai.http.metrics import FrontMetrics
+from baton.openai.http.serving import bind
+from baton.openai.http.serving import served as serving
 
 
 @pytest.mark.parametrize(
@@ -56,3 +64,27 @@ def test_a_body_that_nests_too_deeply_for_whoever_handles_it() -> None:
 def test_a_refusal_crosses_http(error: RequestError) -> None:
     told = to_api_error(error_of_chunk(refusal_text(error)))
     assert (told.status, told.param, told.message) == (400, error.param, str(error))
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+async def test_an_answer_that_fails_on_the_way_is_cut_and_followed_by_no_other(version: str) -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"data: one\n\n"
+        raise RuntimeError("a fault of this server")
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return await send_answer(request, events())
+
+    metrics = FrontMetrics()
+    app = new_app(metrics)
+    app.router.add_get("/x", answer)
+    listener = bind("127.0.0.1", 0)
+    async with serving(app, listener):
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.write(b"GET /x HTTP/%b\r\nHost: a\r\n\r\n" % version.encode())
+        told = await reader.read()
+        writer.close()
+        await writer.wait_closed()
+    assert told.count(b"HTTP/1.") == 1
+    assert told.rstrip().endswith(b"data: one")
+    assert metrics.requests == {("/x", 500): 1}

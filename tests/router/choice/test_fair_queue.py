@@ -122,6 +122,19 @@ def test_what_starts_at_once_counts_as_if_it_had_waited(steps: list[Standing | s
     assert not at_once.start(Standing("c"), 0.0), "another waits"
 
 
+def test_the_tokens_of_forgotten_tenants_still_count() -> None:
+    """A counter that falls is taken for a restart."""
+    queue: FairQueue[int] = FairQueue({"a": Tenant()})
+
+    def run(name: str) -> bool:
+        begun = queue.start(Standing(name, prompt_tokens=2), 0.0)
+        queue.end(name)
+        return begun
+
+    assert all([run("a"), *(run(f"client {number}") for number in range(3000))])
+    assert list(queue.counts()) == [("a", 0, 0, 2), (ANY, 0, 0, 6000)]
+
+
 def test_a_tenant_at_its_limit_lets_others_run_and_is_told_when_to_come_again() -> None:
     queue: FairQueue[int] = FairQueue({"a": Tenant(max_running=1, max_queued=2), ANY: Tenant(priority=3)})
     for number in range(4):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -33,6 +34,38 @@ def test_all_serve_and_end_with_sigterm() -> None:
     workers = WorkerProcesses(3, serve_until_sigterm, ended.append)
     workers.run(lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert sorted(ended) == [0, 1, 2]
+
+
+class LateHandler(logging.Handler):
+    """Writes what it was given when it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path, self._lines = path, list[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(record.getMessage())
+
+    def close(self) -> None:
+        with self._path.open("a") as file:
+            file.writelines(f"{line}\n" for line in self._lines)
+        self._lines.clear()
+        super().close()
+
+
+def test_what_a_process_logs_last_is_written(tmp_path: Path) -> None:
+    def serve(number: int, ready: Callable[[], None]) -> None:
+        raise BatonError("the last line")
+
+    handler = LateHandler(tmp_path / "log")
+    root = logging.getLogger("baton")
+    root.addHandler(handler)
+    try:
+        with pytest.raises(BatonError, match="ended with 1 before it was ready"):
+            WorkerProcesses(1, serve).run(lambda: None)
+        assert (tmp_path / "log").read_text() == "the last line\n"
+    finally:
+        root.removeHandler(handler)
 
 
 def test_the_end_of_a_child_that_is_no_process_of_the_router_is_no_matter() -> None:

@@ -71,7 +71,6 @@ def load_command(
     else:
         for name, value in shown[0].items():
             print(f"{name:40} {value:.3f}" if isinstance(value, float) else f"{name:40} {value}")
-    # Writing may fail.
     whole = results[0] if traffic.sweep is None else {"sweep": results}
     if report.save_result:
         _write(Path(report.result_dir or ".") / (report.result_filename or _filename(results[0], traffic)), whole)

@@ -6,6 +6,7 @@ They cover every setting that may change a token or the end of an output. Page s
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,12 @@ SAMPLER_VERSION = "2"
 _config: Any = untyped_config
 # A hypervisor may hide them.
 _BF16_PRODUCTS = ("avx512bf16", "amx-bf16", "bf16")
+# Limits on the instructions of oneDNN's and MKL's kernels.
+_KERNEL_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
 # More than one tile of keys, and not a whole number of pages.
 PROBE_TOKENS = 75
+# Logarithms may differ at few values.
+_PROBE_NOISE = 1 << 17
 
 
 def engine_facts(
@@ -90,11 +95,13 @@ def processor(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = _config.CPU_NAME or binding.get_host_cpu_name()
-    return cpu_fact(name, torch.backends.cpu.get_cpu_capability(), binding.get_host_cpu_features())
+    return cpu_fact(name, torch.backends.cpu.get_cpu_capability(), binding.get_host_cpu_features(), os.environ)
 
 
-def cpu_fact(name: str, capability: str, features: Mapping[str, bool]) -> str:
-    return " ".join([name, capability, *(feature for feature in _BF16_PRODUCTS if features.get(feature))])
+def cpu_fact(name: str, capability: str, features: Mapping[str, bool], environment: Mapping[str, str]) -> str:
+    products = (feature for feature in _BF16_PRODUCTS if features.get(feature))
+    limits = (f"{limit}={environment[limit].upper()}" for limit in _KERNEL_LIMITS if environment.get(limit))
+    return " ".join([name, capability, *products, *limits])
 
 
 @torch.inference_mode()
@@ -113,7 +120,7 @@ def numeric_probe(model: CausalLM, groups: Sequence[GroupSpec], backend: Attenti
     if model.build.ranks.stage.index > 0:
         return ""  # stage 0 has the logits
     logits = runner.logits(output, np.array([0, len(ids) // 2, len(ids) - 1])).float().cpu().numpy()
-    noise = gumbel(1, 0, len(ids), 64)
+    noise = gumbel(1, 0, len(ids), _PROBE_NOISE)
     digest = hashlib.blake2b(digest_size=8)
     for numbers in (logits, noise, np.exp(noise)):
         digest.update(np.ascontiguousarray(numbers).tobytes())

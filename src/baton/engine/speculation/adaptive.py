@@ -55,14 +55,12 @@ class AdaptiveDrafts:
         self._probed: set[Request] = set()  # in this step
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Note the outcome of a verification of the request's drafts."""
         classes = self._classes.pop(request, [])[:num_drafts]
         classes += [UNKNOWN] * (num_drafts - len(classes))
         self._rates.verified(self._own.setdefault(request, OwnFactor()), classes, num_accepted)
         self._num_accepted += num_accepted
 
     def computed(self, scheduled: Sequence[ScheduledRows], seconds: float) -> None:
-        """Note a step whose target forward took `seconds`."""
         decodes = not any(rows.request.is_prefilling for rows in scheduled)
         if decodes:
             self._trials.computed(len(scheduled), self._num_accepted, self._draft_s + seconds)
@@ -70,7 +68,6 @@ class AdaptiveDrafts:
         self.costs.computed(scheduled, decodes, seconds)
 
     def drafted(self, draft_rows: Sequence[DraftRows], seconds: float) -> None:
-        """Note that the step's drafter took `seconds`."""
         self._draft_s += seconds
         self.costs.drafted(draft_rows, seconds)
 

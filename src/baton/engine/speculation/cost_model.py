@@ -79,10 +79,13 @@ class FewRows:
             return
         rows, measured = np.array(sorted(seconds.items())).T
         slope, base = np.polyfit(rows, measured, 1)
+        if base < 0.0:
+            slope, base = rows @ measured / (rows @ rows), 0.0
+        elif slope < 0.0:
+            slope, base = 0.0, measured.mean()
         self._rows = np.append(rows, 2 * rows[-1])
         self._factors = np.append(measured / (base + slope * rows), 1.0)
 
     def of(self, num_rows: npt.ArrayLike) -> FloatArray:
-        """One for each number."""
         factors: FloatArray = np.interp(np.asarray(num_rows), self._rows, self._factors)
         return factors

@@ -64,7 +64,6 @@ class StepCosts:
             _observe(self.target, target_parts([(rows.num_rows, rows.start) for rows in scheduled]), seconds)
 
     def drafted(self, draft_rows: Sequence[DraftRows], seconds: float) -> None:
-        """Note the drafter's part of a step."""
         if self._measures:
             num_rows = sum(rows.stop - rows.start for rows in draft_rows)
             _observe(self.drafter, draft_parts(num_rows, [rows.num_drafts for rows in draft_rows]), seconds)

@@ -29,6 +29,7 @@ from baton.openai.streams import LastEvents, StartedStream
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _RETRY_AFTER_S = 1
+_CONTINUE_BYTES = len(b"HTTP/1.1 100 Continue\r\n\r\n")  # no answer
 # A shutdown does not wait for these.
 _UNCOUNTED = ("/metrics", "/dashboard/events")
 MESSAGES = "/v1/messages"
@@ -202,7 +203,11 @@ async def send_answer(
 
 
 def _error_reply(request: web.Request, error: ApiError) -> web.Response:
-    """Drops the rest of an unread body."""
+    """Drops the rest of an unread body. Raises `ConnectionResetError` if another answer has begun."""
+    if request.writer.output_size > _CONTINUE_BYTES:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError("the answer had begun")
     response = error_response(error, error_body(error) if request.path.startswith(MESSAGES) else None)
     if not request.content.is_eof() and isinstance(request.protocol, ClientConnection):
         response.force_close()

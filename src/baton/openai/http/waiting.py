@@ -27,7 +27,7 @@ class QueueSpeed:
         self._idle_s = 0.0
 
     def resume(self, now: float) -> None:
-        """Call when the queue is no longer empty."""
+        """The queue is no longer empty."""
         if self._served:
             self._idle_s = now - self._served[-1]
 

@@ -6,6 +6,7 @@ Tenants share by virtual token counters (Y. Sheng et al., Fairness in Serving La
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -52,6 +53,7 @@ class FairQueue(Generic[T]):
         self._states: dict[str, _State[T]] = {}
         self._entries: dict[T, tuple[Standing, tuple[int, float, int, T]]] = {}
         self._num_pushed = 0
+        self._num_tokens: Counter[str] = Counter()  # of forgotten tenants
         self._level = 0.0  # virtual time: the level of the last tenant that waited
 
     def __len__(self) -> int:
@@ -126,7 +128,7 @@ class FairQueue(Generic[T]):
             return
         idle = [other for other, state in self._states.items() if not (state.waiting or state.num_running)]
         for other in idle[: len(self._states) - _REMEMBERED]:
-            del self._states[other]
+            self._num_tokens[self._counted(other)] += self._states.pop(other).num_tokens
 
     def check(self, name: str, now: float) -> None:
         """Raises `OverloadedError`."""
@@ -138,13 +140,16 @@ class FairQueue(Generic[T]):
 
     def counts(self) -> Iterator[tuple[str, int, int, int]]:
         """`(tenant, waiting, running, tokens)` of the configured tenants. All others count as one."""
-        sums = {name: [0, 0, 0] for name in [*self._tenants, ANY]}
+        sums = {name: [0, 0, self._num_tokens[name]] for name in [*self._tenants, ANY]}
         for name, state in self._states.items():
-            total = sums[name if name in self._tenants else ANY]
+            total = sums[self._counted(name)]
             for place, value in enumerate((len(state.waiting), state.num_running, state.num_tokens)):
                 total[place] += value
         for name, (waiting, running, tokens) in sums.items():
             yield name, waiting, running, tokens
+
+    def _counted(self, name: str) -> str:
+        return name if name in self._tenants else ANY
 
     def _state(self, name: str) -> _State[T]:
         if name not in self._states:

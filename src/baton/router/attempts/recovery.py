@@ -155,7 +155,6 @@ def _blamed_engine(route: Route, failed: LegFailed) -> PooledEngine:
 
 
 def _needed_rung(failed: LegFailed, any_sent: bool) -> Recovery | None:
-    """None: no other attempt can succeed."""
     if isinstance(failed.error, RequestError):
         return None
     if failed.reported:

@@ -76,7 +76,6 @@ class VllmClient(EngineClient):
 
     @staticmethod
     def of(engine: PooledEngine) -> VllmClient:
-        """The engine's client, which is one of these with a vLLM connector."""
         assert isinstance(engine.client, VllmClient)
         return engine.client
 

@@ -154,6 +154,7 @@ class WorkerProcesses:
         except BaseException:
             traceback.print_exc()
         finally:
+            logging.shutdown()  # writes pending lines
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)
