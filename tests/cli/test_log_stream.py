@@ -11,12 +11,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from baton.cli import log_stream
 from baton.cli.log_stream import LogStream
 
 
@@ -72,20 +72,21 @@ def test_a_process_ends_though_nobody_reads() -> None:
         assert process.wait(60) == 0
 
 
-def test_a_slow_reader_has_time_for_each_line_at_the_end(
-    pipe: tuple[logging.Logger, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logger, reads = pipe
-    (stream,) = logger.handlers
-    assert isinstance(stream, LogStream)
-    waits = list[float | None]()
-    monkeypatch.setattr(stream, "_has_room", lambda limit_s: waits.append(limit_s) or limit_s != 0.0)
-    monkeypatch.setattr(stream, "_write_later", lambda: None)
-    for number in range(9):
-        logger.warning("%d", number)
-    stream.close()
-    assert waits[-9:] == [log_stream._CLOSE_S] * 9
-    assert read_until(reads, "8") == [str(number) for number in range(9)]
+def test_a_slow_reader_has_time_for_each_line_at_the_end() -> None:
+    """It reads for longer than a process waits for one line."""
+    code = (
+        "import logging, sys; from baton.cli.log_stream import LogStream\n"
+        "logging.getLogger().addHandler(LogStream(sys.stderr))\n"
+        "for number in range(50): logging.error('%d' + 'x' * 4_090, number)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, bufsize=0) as process:
+        assert process.stderr is not None
+        fcntl.fcntl(process.stderr, fcntl.F_SETPIPE_SZ, 4096)
+        text = b""
+        while data := process.stderr.read(4096):
+            text += data
+            time.sleep(0.06)
+    assert [line.rstrip("x") for line in text.decode().splitlines()] == [str(number) for number in range(50)]
 
 
 def test_a_reader_that_is_gone_ends_no_thread_with_an_error() -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from baton.jit_cache import jit, jit_inline
+from baton.jit_cache import jit
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS, pair_products
-from baton.kernels.cpu.scalar import exp32
+from baton.kernels.cpu.scalar import exp32, from_f32, to_f32
 from baton.kernels.cpu.simd import CHUNKS, LANES, chunks_at_once, exponentials, largest, products
 
 TILE = CHUNKS * LANES
@@ -28,7 +28,7 @@ _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 MINUS_INFINITY = np.float32(-np.inf)
 
 
-@jit_inline
+@jit
 def from_a_line(array: Any, count: int) -> Any:
     """So many elements, from the start of a cache line."""
     skipped = -array.ctypes.data % LINE // array.itemsize
@@ -72,6 +72,34 @@ def _add_own(
         1, scores + row * score_bytes + first * F32_BYTES, score_bytes, values + first * value_bytes, value_bytes,
         last - first, factors + row * F32_BYTES, out, value_bytes, width,
     )  # fmt: skip
+
+
+@jit
+def take_queries(
+    query: Any, positions: Any, sinks: Any, start: int, head: int, group: int, scale: Any, seen: Any, queries: Any,
+    pairs: Any, maxima: Any, totals: Any,
+) -> None:  # fmt: skip
+    size = queries.shape[1]
+    for i in range(len(seen)):
+        row, first = start + i // group, (head * group + i % group) * size
+        seen[i] = positions[row]
+        if len(pairs) > 0:
+            for d in range(size):
+                pairs[i, d] = query[row, first + d]
+        else:
+            for d in range(size):
+                queries[i, d] = to_f32(query[row, first + d]) * scale
+        if len(sinks):
+            # A sink is a logit without a value, summed before the first tile.
+            maxima[i], totals[i] = sinks[head * group + i % group], _ONE
+
+
+@jit
+def store_means(sums: Any, totals: Any, start: int, head: int, group: int, size: int, out: Any) -> None:
+    element = out[0, 0]
+    for i in range(len(totals)):
+        for d in range(size):
+            out[start + i // group, (head * group + i % group) * size + d] = from_f32(element, sums[i, d] / totals[i])
 
 
 @jit

@@ -12,10 +12,20 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
 from baton.jit_cache import jit
-from baton.kernels.cpu.attention_tile import F32_BYTES, LINE, MINUS_INFINITY, ROW_BLOCK, TILE, attend_tile, from_a_line
+from baton.kernels.cpu.attention_tile import (
+    F32_BYTES,
+    LINE,
+    MINUS_INFINITY,
+    ROW_BLOCK,
+    TILE,
+    attend_tile,
+    from_a_line,
+    store_means,
+    take_queries,
+)
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
 from baton.kernels.cpu.omp import Kernel, float_of, pointer, take
-from baton.kernels.cpu.scalar import from_f32, to_f32
+from baton.kernels.cpu.scalar import to_f32
 from baton.kernels.cpu.simd import LANES, touch
 from baton.kernels.cpu.tile_attention import attend_in_tiles, attend_whole_tile, begin_tiles, end_tiles, interleave
 from baton.kernels.cpu.tiles import HAS_TILES, TILE_ROWS
@@ -175,9 +185,7 @@ def _attend_block(
     pages: Any, scale: Any, window: int, sinks: Any, tiles: int,
 ) -> bool:  # fmt: skip
     """Compute out for rows [start, end) of one request and the query heads of one KV head. Returns False for a bad
-    page id.
-
-    `ahead`: the heads, from this one on, that are read ahead.
+    page id. `ahead`: the heads, from this one on, that are read ahead.
     """
     size = kv.shape[5]
     padded, count = (size + LANES - 1) // LANES * LANES, (end - start) * group
@@ -193,25 +201,13 @@ def _attend_block(
     rows, edges, seen = np.empty(LANES, np.int64), np.empty((2, at_once), np.int64), np.empty(count, np.int64)
     num_packed, whole = TILE * size if in_tiles else 0, (count + at_once - 1) // at_once * at_once
     packed = from_a_line(np.empty(num_packed + LINE, np.uint16), num_packed).reshape(-1, size, 2)
+    num_pairs, num_scores = whole * size if in_pairs else 0, 2 * at_once * TILE
     # While one group's weights are computed, tiles multiply another's.
-    num_scores = 2 * at_once * TILE
     scores = from_a_line(np.empty(num_scores + LINE, np.float32), num_scores).reshape(2, at_once, TILE)
     weights = from_a_line(np.empty(2 * num_scores + LINE, np.uint16), 2 * num_scores).reshape(2, 2, at_once, TILE)
     sums = from_a_line(np.zeros(whole * padded + LINE, np.float32), whole * padded).reshape(whole, padded)
-    num_pairs = whole * size if in_pairs else 0
     pairs = from_a_line(np.empty(num_pairs + LINE, query.dtype), num_pairs).reshape(-1, size)
-    for i in range(count):
-        row, first = start + i // group, (head * group + i % group) * size
-        seen[i] = positions[row]
-        if in_pairs:
-            for d in range(size):
-                pairs[i, d] = query[row, first + d]
-        else:
-            for d in range(size):
-                queries[i, d] = to_f32(query[row, first + d]) * scale
-        if len(sinks):
-            # A sink is a logit without a value, summed before the first tile.
-            maxima[i], totals[i] = sinks[head * group + i % group], _ONE
+    take_queries(query, positions, sinks, start, head, group, scale, seen, queries, pairs, maxima, totals)
     # Padding columns, which no row reads, stay finite.
     values[:, size:] = _ZERO
     limit = positions[end - 1] + 1
@@ -242,10 +238,7 @@ def _attend_block(
         )
     if HAS_TILES and in_tiles:
         end_tiles()
-    element = out[0, 0]
-    for i in range(count):
-        for d in range(size):
-            out[start + i // group, (head * group + i % group) * size + d] = from_f32(element, sums[i, d] / totals[i])
+    store_means(sums, totals, start, head, group, size, out)
     return True
 
 

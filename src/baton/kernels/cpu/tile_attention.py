@@ -196,6 +196,22 @@ interleave = cast(_Call, intrinsic(_interleaved))
 
 
 @jit
+def _find_edges(
+    base: int, window: int, seen: Any, i: int, num_rows: int, low: Any, high: Any
+) -> tuple[int, int, bool]:  # fmt: skip
+    """The tokens [low, high) that each vector sees. Returns which vectors [first, last) see the whole tile, and whether
+    any sees a token."""
+    first, last, any_sees = num_rows, num_rows, False
+    for j in range(num_rows):
+        low[j] = max(seen[i + j] - window + 1 - base, 0) if window > 0 else 0
+        high[j] = min(seen[i + j] + 1 - base, TILE)
+        any_sees = any_sees or low[j] < high[j]
+        if low[j] == 0 and high[j] == TILE:
+            first, last = min(first, j), j + 1
+    return first, last, any_sees
+
+
+@jit
 def attend_in_tiles(
     base: int, window: int, seen: Any, pairs: Any, keys: Any, packed: Any, values: Any, sums: Any, maxima: Any,
     totals: Any, scores: Any, weights: Any, factors: Any, edges: Any, scale: Any,
@@ -217,14 +233,7 @@ def attend_in_tiles(
     at_once = min(TILE_ROWS, count)
     for i in range(0, count, at_once):
         num_rows = min(at_once, count - i)
-        # [first, last): the vectors that see the whole tile.
-        first, last, any_sees = num_rows, num_rows, False
-        for j in range(num_rows):
-            low[j] = max(seen[i + j] - window + 1 - base, 0) if window > 0 else 0
-            high[j] = min(seen[i + j] + 1 - base, TILE)
-            any_sees = any_sees or low[j] < high[j]
-            if low[j] == 0 and high[j] == TILE:
-                first, last = min(first, j), j + 1
+        first, last, any_sees = _find_edges(base, window, seen, i, num_rows, low, high)
         if not any_sees:
             continue
         _score(pairs_at + i * size * _NARROW_BYTES, size * _NARROW_BYTES, keys_at, size // TILE_COLUMNS, scores_at)
