@@ -16,6 +16,7 @@ from baton.jit_cache import jit
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS, pair_products
 from baton.kernels.cpu.scalar import exp32, from_f32, to_f32
 from baton.kernels.cpu.simd import CHUNKS, LANES, chunks_at_once, exponentials, largest, products
+from baton.kernels.cpu.transposes import copy_line, divide
 
 TILE = CHUNKS * LANES
 # Vectors with sums in registers, which changes no bits.
@@ -79,13 +80,14 @@ def take_queries(
     query: Any, positions: Any, sinks: Any, start: int, head: int, group: int, scale: Any, seen: Any, queries: Any,
     pairs: Any, maxima: Any, totals: Any,
 ) -> None:  # fmt: skip
-    size = queries.shape[1]
+    size, query_at, pairs_at = queries.shape[1], np.int64(query.ctypes.data), np.int64(pairs.ctypes.data)
     for i in range(len(seen)):
         row, first = start + i // group, (head * group + i % group) * size
         seen[i] = positions[row]
-        if len(pairs) > 0:
-            for d in range(size):
-                pairs[i, d] = query[row, first + d]
+        if len(pairs) > 0:  # of whole lines
+            source = query_at + row * query.strides[0] + first * query.itemsize
+            for offset in range(0, size * query.itemsize, LINE):
+                copy_line(source + offset, pairs_at + i * size * query.itemsize + offset)
         else:
             for d in range(size):
                 queries[i, d] = to_f32(query[row, first + d]) * scale
@@ -96,10 +98,15 @@ def take_queries(
 
 @jit
 def store_means(sums: Any, totals: Any, start: int, head: int, group: int, size: int, out: Any) -> None:
-    element = out[0, 0]
+    element, sums_at, out_at = out[0, 0], np.int64(sums.ctypes.data), np.int64(out.ctypes.data)
+    whole = size - size % LANES
     for i in range(len(totals)):
-        for d in range(size):
-            out[start + i // group, (head * group + i % group) * size + d] = from_f32(element, sums[i, d] / totals[i])
+        row, first = start + i // group, (head * group + i % group) * size
+        source, to = sums_at + i * sums.strides[0], out_at + row * out.strides[0] + first * out.itemsize
+        for d in range(0, whole, LANES):
+            divide(element, source + d * F32_BYTES, totals[i], to + d * out.itemsize)
+        for d in range(whole, size):
+            out[row, first + d] = from_f32(element, sums[i, d] / totals[i])
 
 
 @jit

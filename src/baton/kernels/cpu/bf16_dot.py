@@ -80,17 +80,6 @@ def rounded_pair(builder: Any, first: Any, second: Any) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), [second, first])
 
 
-def widened_pair(builder: Any, words: Any) -> tuple[Any, Any]:
-    """The opposite of `rounded_pair`."""
-    narrow = builder.bitcast(words, ir.VectorType(ir.IntType(16), 2 * LANES))
-    halves = []
-    for half in range(2):
-        lanes = ir.Constant(ir.VectorType(_I32, LANES), list(range(LANES * half, LANES * (half + 1))))
-        numbers = builder.zext(builder.shuffle_vector(narrow, narrow, lanes), ir.VectorType(_I32, LANES))
-        halves.append(builder.bitcast(builder.shl(numbers, splat(builder, ir.Constant(_I32, 16))), _VECTOR))
-    return halves[0], halves[1]
-
-
 def _pair_products(
     typing_context: Any, num_rows: Any, left: Any, row_bytes: Any, right: Any, steps: Any, scale: Any, out: Any
 ) -> Any:

@@ -84,7 +84,7 @@ def shuffled(builder: Any, a: Any, b: Any, lanes: Sequence[int]) -> Any:
     return builder.shuffle_vector(a, b, mask)
 
 
-def _constant(builder: Any, value: float) -> Any:
+def constant(builder: Any, value: float) -> Any:
     return splat(builder, ir.Constant(_F32, struct.unpack("f", struct.pack("f", value))[0]))
 
 
@@ -176,7 +176,7 @@ def _products(
                         builder.store(total, sums[row, chunk])
                 with otherwise:
                     for place in places:
-                        builder.store(_constant(builder, 0.0), sums[place])
+                        builder.store(constant(builder, 0.0), sums[place])
             with cgutils.for_range(builder, steps, intp=_I64) as loop:
                 base = builder.add(here, builder.mul(loop.index, right_bytes))
                 vectors = [load(builder, base, 4 * LANES * chunk) for chunk in range(chunks)]
@@ -208,7 +208,7 @@ def _largest(typing_context: Any, scores: Any, first: Any, last: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         scores, first, last = args
-        least = _constant(builder, float("-inf"))
+        least = constant(builder, float("-inf"))
         found = least
         for chunk in range(CHUNKS):
             values = load(builder, scores, 4 * LANES * chunk)
@@ -224,16 +224,16 @@ _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.66
 
 
 def exponential(builder: Any, x: Any) -> Any:
-    x = larger(builder, x, _constant(builder, -87.0))
-    magic = _constant(builder, 12582912.0)
-    shifted = fma(builder, x, _constant(builder, 1.4426950408889634), magic)
+    x = larger(builder, x, constant(builder, -87.0))
+    magic = constant(builder, 12582912.0)
+    shifted = fma(builder, x, constant(builder, 1.4426950408889634), magic)
     n = builder.fsub(shifted, magic)
-    r = fma(builder, n, _constant(builder, -0.693359375), x)
-    r = fma(builder, n, _constant(builder, 2.12194440e-4), r)
-    poly = _constant(builder, _EXP[0])
+    r = fma(builder, n, constant(builder, -0.693359375), x)
+    r = fma(builder, n, constant(builder, 2.12194440e-4), r)
+    poly = constant(builder, _EXP[0])
     for coefficient in _EXP[1:]:
-        poly = fma(builder, poly, r, _constant(builder, coefficient))
-    value = builder.fadd(fma(builder, poly, builder.fmul(r, r), r), _constant(builder, 1.0))
+        poly = fma(builder, poly, r, constant(builder, coefficient))
+    value = builder.fadd(fma(builder, poly, builder.fmul(r, r), r), constant(builder, 1.0))
     biased = builder.add(builder.bitcast(shifted, _WORDS), splat(builder, ir.Constant(_I32, 127)))
     power = builder.bitcast(builder.shl(biased, splat(builder, ir.Constant(_I32, 23))), _VECTOR)
     return builder.fmul(value, power)
@@ -245,7 +245,7 @@ def _exponentials(typing_context: Any, scores: Any, first: Any, last: Any, peak:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         scores, first, last, peak = args
-        nothing, peaks = _constant(builder, 0.0), splat(builder, peak)
+        nothing, peaks = constant(builder, 0.0), splat(builder, peak)
         weights = []
         for chunk in range(CHUNKS):
             values = builder.fsub(load(builder, scores, 4 * LANES * chunk), peaks)
@@ -268,7 +268,7 @@ def _square_sum(typing_context: Any, element: Any, source: Any, count: Any) -> A
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, source, count = args
         total = cgutils.alloca_once(builder, _VECTOR)
-        builder.store(_constant(builder, 0.0), total)
+        builder.store(constant(builder, 0.0), total)
         with cgutils.for_range(builder, builder.sdiv(count, ir.Constant(_I64, LANES)), intp=_I64) as loop:
             at = builder.add(source, builder.mul(loop.index, ir.Constant(_I64, LANES * num_bytes)))
             values = load_widened(builder, at, num_bytes)
@@ -286,10 +286,10 @@ def _silu_times(typing_context: Any, element: Any, gate: Any, up: Any, out: Any)
         _, gate, up, out = args
         gates, ups = load_widened(builder, gate, num_bytes), load_widened(builder, up, num_bytes)
         # Beyond 88 the exponential would overflow, and the quotient is 0 anyway.
-        minus = builder.fsub(_constant(builder, 0.0), gates)
-        most = _constant(builder, 88.0)
+        minus = builder.fsub(constant(builder, 0.0), gates)
+        most = constant(builder, 88.0)
         minus = builder.select(builder.fcmp_ordered(">", minus, most), most, minus)
-        below = builder.fadd(exponential(builder, minus), _constant(builder, 1.0))
+        below = builder.fadd(exponential(builder, minus), constant(builder, 1.0))
         store_rounded(builder, builder.fmul(builder.fdiv(gates, below), ups), out, num_bytes)
         return context.get_dummy_value()
 

@@ -16,12 +16,12 @@ from numba.extending import intrinsic
 
 from baton.jit_cache import jit
 from baton.kernels.cpu.attention_tile import F32_BYTES, ROW_BLOCK, TILE, multiply, soften
-from baton.kernels.cpu.bf16_dot import rounded_pair, widened_pair
+from baton.kernels.cpu.bf16_dot import rounded_pair
 from baton.kernels.cpu.simd import (
     CHUNKS,
     LANES,
     cgutils,
-    exponential,
+    constant,
     fma,
     folded_lanes,
     larger,
@@ -47,7 +47,11 @@ _NARROW_BYTES = 2
 _LEFTS, _RIGHTS = range(6), (6, 7)
 _STEPS = TILE // TILE_COLUMNS
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_VECTOR, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 _ONE = np.float32(1.0)
+_LOG2_E = 1.4426950408889634
+# Of 2^x, |x| <= 1/2, highest power first: least squares of the relative error at Chebyshev's points.
+_POWER = (1.33909e-3, 9.66637e-3, 5.550357e-2, 2.4022349e-1, 6.9314719e-1, 1.0)
 
 
 def _begun(typing_context: Any, num_rows: Any) -> Any:
@@ -131,36 +135,46 @@ def _scaled(typing_context: Any, numbers: Any, count: Any, factor: Any) -> Any:
     return numba.void(numba.int64, numba.int64, numba.float32), generate
 
 
+def _power_of_2(builder: Any, x: Any) -> Any:
+    """2^x, at least 2^-100, within 2^-22 of itself, if x is no more than about 0."""
+    x = larger(builder, x, constant(builder, -100.0))
+    magic = constant(builder, 12582912.0)
+    shifted = builder.fadd(x, magic)
+    fraction = builder.fsub(x, builder.fsub(shifted, magic))
+    value = constant(builder, _POWER[0])
+    for coefficient in _POWER[1:]:
+        value = fma(builder, value, fraction, constant(builder, coefficient))
+    # The sum's lowest bits are the whole part, which is added to the exponent.
+    exponent = builder.shl(builder.bitcast(shifted, _WORDS), splat(builder, ir.Constant(_I32, 23)))
+    return builder.bitcast(builder.add(builder.bitcast(value, _WORDS), exponent), _VECTOR)
+
+
 def _weighed(typing_context: Any, scores: Any, scale: Any, maximum: Any, total: Any, high: Any, low: Any) -> Any:
     """Weights e^(score * scale - maximum) of 64 scores, each as a sum of two bfloat16 numbers. Updates a vector's
-    maximum and total, which are addresses. Returns the factor on earlier weights."""
+    maximum and total, which are addresses. Returns the factor on earlier weights. `scale` is positive."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         scores, scale, maximum, total, high, low = args
-        scale = splat(builder, scale)
-        rows = [builder.fmul(load(builder, scores, TILE_BYTES * chunk), scale) for chunk in range(CHUNKS)]
+        rows = [load(builder, scores, TILE_BYTES * chunk) for chunk in range(CHUNKS)]
         most = larger(builder, larger(builder, rows[0], rows[2]), larger(builder, rows[1], rows[3]))
-        before = splat(builder, load(builder, maximum, 0, _F32))
-        peak = larger(builder, before, folded_lanes(builder, most, larger))
-        weights = [exponential(builder, builder.fsub(row, peak)) for row in rows]
-        for chunk in range(0, CHUNKS, 2):
-            offset = ir.Constant(_I64, TILE_BYTES * chunk // 2)
-            to, rest_to = builder.add(high, offset), builder.add(low, offset)
-            pair = weights[chunk : chunk + 2]
-            words = rounded_pair(builder, *pair)
-            store(builder, words, to)
-            rest = [
-                builder.fsub(weight, widened)
-                for weight, widened in zip(pair, widened_pair(builder, words), strict=True)
-            ]
-            store(builder, rounded_pair(builder, *rest), rest_to)
+        most = builder.fmul(folded_lanes(builder, most, larger), splat(builder, scale))
+        before, log2e = splat(builder, load(builder, maximum, 0, _F32)), constant(builder, _LOG2_E)
+        peak = larger(builder, before, most)
+        minus, factor = builder.fneg(builder.fmul(peak, log2e)), builder.fmul(splat(builder, scale), log2e)
+        weights = [_power_of_2(builder, fma(builder, row, factor, minus)) for row in rows]
+        upper = splat(builder, ir.Constant(_I32, -(1 << 16)))
+        cut = [builder.bitcast(builder.and_(builder.bitcast(one, _WORDS), upper), _VECTOR) for one in weights]
+        rest = [builder.fsub(one, part) for one, part in zip(weights, cut, strict=True)]
+        for parts, to in ((cut, high), (rest, low)):
+            for chunk in range(0, CHUNKS, 2):
+                store(builder, rounded_pair(builder, *parts[chunk : chunk + 2]), to, TILE_BYTES * chunk // 2)
         added = builder.fadd(builder.fadd(weights[0], weights[2]), builder.fadd(weights[1], weights[3]))
         added = folded_lanes(builder, added, lambda builder, a, b: builder.fadd(a, b))
-        factor = exponential(builder, builder.fsub(before, peak))
-        sums = fma(builder, splat(builder, load(builder, total, 0, _F32)), factor, added)
+        faded = _power_of_2(builder, builder.fmul(builder.fsub(before, peak), log2e))
+        sums = fma(builder, splat(builder, load(builder, total, 0, _F32)), faded, added)
         for vector, at in ((peak, maximum), (sums, total)):
             store(builder, builder.extract_element(vector, ir.Constant(_I32, 0)), at)
-        return builder.extract_element(factor, ir.Constant(_I32, 0))
+        return builder.extract_element(faded, ir.Constant(_I32, 0))
 
     return numba.float32(numba.int64, numba.float32, *[numba.int64] * 4), generate
 

@@ -9,7 +9,7 @@ import numba
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.extending import intrinsic
 
-from baton.kernels.cpu.simd import LANES, element_bytes, load, load_widened, shuffled, splat, store
+from baton.kernels.cpu.simd import LANES, element_bytes, load, load_widened, shuffled, splat, store, store_rounded
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _QUARTER = LANES // 4
@@ -76,5 +76,29 @@ def _widened(typing_context: Any, element: Any, source: Any, destination: Any) -
     return numba.void(element, numba.int64, numba.int64), generate
 
 
+def _copied(typing_context: Any, source: Any, destination: Any) -> Any:
+    """64 bytes."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        store(builder, load(builder, args[0]), args[1])
+        return context.get_dummy_value()
+
+    return numba.void(numba.int64, numba.int64), generate
+
+
+def _divided(typing_context: Any, element: Any, source: Any, divisor: Any, destination: Any) -> Any:
+    """16 float32 by `divisor`, rounded to the type of `element`."""
+    num_bytes = element_bytes(element)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, source, divisor, destination = args
+        store_rounded(builder, builder.fdiv(load(builder, source), splat(builder, divisor)), destination, num_bytes)
+        return context.get_dummy_value()
+
+    return numba.void(element, numba.int64, numba.float32, numba.int64), generate
+
+
 transpose = cast(Callable[..., Any], intrinsic(_transposed))
 widen = cast(Callable[..., Any], intrinsic(_widened))
+copy_line = cast(Callable[..., Any], intrinsic(_copied))
+divide = cast(Callable[..., Any], intrinsic(_divided))
