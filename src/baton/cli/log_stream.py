@@ -97,7 +97,7 @@ class LogStream(logging.StreamHandler[TextIO]):
                 text = self._pending.popleft()
                 self._rest = text.encode(self.stream.encoding or "utf-8", self.stream.errors or "backslashreplace")
             # A writable pipe takes PIPE_BUF bytes at once.
-            with contextlib.suppress(BlockingIOError):  # another process was faster
+            with contextlib.suppress(BlockingIOError):
                 self._rest = self._rest[self._put(self._rest[: select.PIPE_BUF]) :]
             if not self._waits:
                 self._note_dropped()
@@ -125,7 +125,7 @@ class LogStream(logging.StreamHandler[TextIO]):
                         return
                 finally:
                     self.release()
-            except (OSError, ValueError):  # the reader is gone
+            except (OSError, ValueError):
                 return
 
     def has_room(self, timeout_s: float | None) -> bool:

@@ -50,7 +50,7 @@ _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntT
 _VECTOR, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 _ONE = np.float32(1.0)
 _LOG2_E = 1.4426950408889634
-# Of 2^x, |x| <= 1/2, highest power first: least squares of the relative error at Chebyshev's points.
+# Of 2^x, |x| <= 1/2, highest power first (least squares).
 _POWER = (1.33909e-3, 9.66637e-3, 5.550357e-2, 2.4022349e-1, 6.9314719e-1, 1.0)
 
 
@@ -136,7 +136,7 @@ def _scaled(typing_context: Any, numbers: Any, count: Any, factor: Any) -> Any:
 
 
 def _power_of_2(builder: Any, x: Any) -> Any:
-    """2^x, at least 2^-100, within 2^-22 of itself, if x is no more than about 0."""
+    """2^x for x up to about 0, at least 2^-100, with an error of 2^-22."""
     x = larger(builder, x, constant(builder, -100.0))
     magic = constant(builder, 12582912.0)
     shifted = builder.fadd(x, magic)
@@ -144,7 +144,7 @@ def _power_of_2(builder: Any, x: Any) -> Any:
     value = constant(builder, _POWER[0])
     for coefficient in _POWER[1:]:
         value = fma(builder, value, fraction, constant(builder, coefficient))
-    # The sum's lowest bits are the whole part, which is added to the exponent.
+    # The lowest bits are the whole part.
     exponent = builder.shl(builder.bitcast(shifted, _WORDS), splat(builder, ir.Constant(_I32, 23)))
     return builder.bitcast(builder.add(builder.bitcast(value, _WORDS), exponent), _VECTOR)
 
