@@ -79,6 +79,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     make, arguments_in = CASES[request.param]
     if make is scaled:
         skip_without_fp8()
+    if make is qwen3_5 and "amx_tile" in Path("/proc/cpuinfo").read_text():
+        pytest.skip("vLLM: a prompt of one token ends the engine (causal_conv1d_fwd_cpu: expect x to be transposed)")
     folder = tmp_path_factory.mktemp("hybrid")
     make(folder / "model")
     arguments = arguments_in(folder)
