@@ -110,6 +110,13 @@ def store_means(sums: Any, totals: Any, start: int, head: int, group: int, size:
 
 
 @jit
+def tokens_seen(position: Any, base: int, window: int) -> tuple[Any, Any]:
+    """The tokens [low, high) of the tile that a vector sees."""
+    low = max(position - window + 1 - base, 0) if window > 0 else 0
+    return low, min(position + 1 - base, TILE)
+
+
+@jit
 def soften(scores: Any, low: Any, high: Any, vector: int, maxima: Any, totals: Any) -> Any:
     """Replace scores [low, high) of a vector by weights, and update its maximum and total. Returns the factor on
     earlier weights."""
@@ -144,8 +151,7 @@ def attend_tile(
         # [first, last): the tokens that all of these vectors see.
         first, last, any_sees, all_see, ragged = 0, TILE, False, True, False
         for j in range(num_rows):
-            low[j] = max(seen[i + j] - window + 1 - base, 0) if window > 0 else 0
-            high[j] = min(seen[i + j] + 1 - base, TILE)
+            low[j], high[j] = tokens_seen(seen[i + j], base, window)
             first, last = max(first, low[j]), min(last, high[j])
             any_sees, all_see = any_sees or low[j] < high[j], all_see and low[j] < high[j]
         if not any_sees:

@@ -14,9 +14,9 @@ from numba import carray  # type: ignore[attr-defined]
 from numpy.lib.stride_tricks import as_strided
 
 from baton.jit_cache import jit
-from baton.kernels.cpu.attention_tile import F32_BYTES, MINUS_INFINITY, ROW_BLOCK, TILE, attend_tile
+from baton.kernels.cpu.attention_tile import F32_BYTES, MINUS_INFINITY, ROW_BLOCK, TILE, attend_tile, store_means
 from baton.kernels.cpu.omp import Kernel, float_of, pointer, take
-from baton.kernels.cpu.scalar import from_f32, to_f32
+from baton.kernels.cpu.scalar import to_f32
 from baton.kernels.cpu.simd import LANES
 from baton.kernels.cpu.transposes import transpose, widen
 
@@ -122,10 +122,7 @@ def _attend_block(
                 return False
             offset += plane.shape[4]
         attend_tile(base, 0, seen, queries, pairs, keys, values, sums, maxima, totals, scores, factors, edges, _ONE)
-    element = out[0, 0]
-    for i in range(count):
-        for d in range(latent):
-            out[start + i, d] = from_f32(element, sums[i, d] / totals[i])
+    store_means(sums, totals, start, 0, 1, latent, out)
     return True
 
 

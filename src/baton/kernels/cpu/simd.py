@@ -94,7 +94,7 @@ def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def larger(builder: Any, a: Any, b: Any) -> Any:
-    """`a` if either is NaN, so that `exponential` propagates NaN."""
+    """`a` if either is NaN, so that `_exp` propagates NaN."""
     return builder.select(builder.fcmp_ordered("<", a, b), b, a)
 
 
@@ -223,7 +223,7 @@ def _largest(typing_context: Any, scores: Any, first: Any, last: Any) -> Any:
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
 
-def exponential(builder: Any, x: Any) -> Any:
+def _exp(builder: Any, x: Any) -> Any:
     x = larger(builder, x, constant(builder, -87.0))
     magic = constant(builder, 12582912.0)
     shifted = fma(builder, x, constant(builder, 1.4426950408889634), magic)
@@ -249,7 +249,7 @@ def _exponentials(typing_context: Any, scores: Any, first: Any, last: Any, peak:
         weights = []
         for chunk in range(CHUNKS):
             values = builder.fsub(load(builder, scores, 4 * LANES * chunk), peaks)
-            values = builder.select(_visible(builder, first, last, chunk), exponential(builder, values), nothing)
+            values = builder.select(_visible(builder, first, last, chunk), _exp(builder, values), nothing)
             store(builder, values, scores, 4 * LANES * chunk)
             weights.append(values)
         total = builder.fadd(builder.fadd(weights[0], weights[2]), builder.fadd(weights[1], weights[3]))
@@ -285,11 +285,11 @@ def _silu_times(typing_context: Any, element: Any, gate: Any, up: Any, out: Any)
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, gate, up, out = args
         gates, ups = load_widened(builder, gate, num_bytes), load_widened(builder, up, num_bytes)
-        # Beyond 88 the exponential would overflow, and the quotient is 0 anyway.
+        # Beyond 88 the _exp would overflow, and the quotient is 0 anyway.
         minus = builder.fsub(constant(builder, 0.0), gates)
         most = constant(builder, 88.0)
         minus = builder.select(builder.fcmp_ordered(">", minus, most), most, minus)
-        below = builder.fadd(exponential(builder, minus), constant(builder, 1.0))
+        below = builder.fadd(_exp(builder, minus), constant(builder, 1.0))
         store_rounded(builder, builder.fmul(builder.fdiv(gates, below), ups), out, num_bytes)
         return context.get_dummy_value()
 

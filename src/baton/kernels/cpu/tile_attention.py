@@ -15,7 +15,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.extending import intrinsic
 
 from baton.jit_cache import jit
-from baton.kernels.cpu.attention_tile import F32_BYTES, ROW_BLOCK, TILE, multiply, soften
+from baton.kernels.cpu.attention_tile import F32_BYTES, ROW_BLOCK, TILE, multiply, soften, tokens_seen
 from baton.kernels.cpu.bf16_dot import rounded_pair
 from baton.kernels.cpu.simd import (
     CHUNKS,
@@ -37,7 +37,6 @@ from baton.kernels.cpu.tiles import (
     add_product,
     configure,
     load_tile,
-    release,
     store_tile,
     zero,
 )
@@ -61,14 +60,6 @@ def _begun(typing_context: Any, num_rows: Any) -> Any:
         return context.get_dummy_value()
 
     return numba.void(numba.int64), generate
-
-
-def _ended(typing_context: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        release(builder)
-        return context.get_dummy_value()
-
-    return numba.void(), generate
 
 
 def _scored(typing_context: Any, queries: Any, query_bytes: Any, keys: Any, steps: Any, scores: Any) -> Any:
@@ -201,7 +192,6 @@ def _interleaved(typing_context: Any, first: Any, second: Any, count: Any, out: 
 
 _Call = Callable[..., Any]
 begin_tiles = cast(_Call, intrinsic(_begun))
-end_tiles = cast(_Call, intrinsic(_ended))
 _score = cast(_Call, intrinsic(_scored))
 _sum = cast(_Call, intrinsic(_summed))
 _scale = cast(_Call, intrinsic(_scaled))
@@ -217,12 +207,22 @@ def _find_edges(
     any sees a token."""
     first, last, any_sees = num_rows, num_rows, False
     for j in range(num_rows):
-        low[j] = max(seen[i + j] - window + 1 - base, 0) if window > 0 else 0
-        high[j] = min(seen[i + j] + 1 - base, TILE)
+        low[j], high[j] = tokens_seen(seen[i + j], base, window)
         any_sees = any_sees or low[j] < high[j]
         if low[j] == 0 and high[j] == TILE:
             first, last = min(first, j), j + 1
     return first, last, any_sees
+
+
+@jit
+def _weigh_row(
+    scores: Any, scale: Any, vector: int, maxima: Any, totals: Any, sums: Any, width: int, high: Any, low: Any
+) -> None:
+    """Arrays are addresses."""
+    at = vector * F32_BYTES
+    factor = _weigh(scores, scale, maxima + at, totals + at, high, low)
+    if factor != _ONE:
+        _scale(sums + at * width, width, factor)
 
 
 @jit
@@ -254,12 +254,8 @@ def attend_in_tiles(
         for j in range(num_rows):
             at = scores_at + j * score_bytes
             if first <= j < last:
-                at_j = (i + j) * F32_BYTES
-                factor = _weigh(
-                    at, scale, maxima_at + at_j, totals_at + at_j, high_at + j * weight_bytes, low_at + j * weight_bytes
-                )
-                if factor != _ONE:
-                    _scale(sums_at + (i + j) * sum_bytes, padded, factor)
+                high_to, low_to = high_at + j * weight_bytes, low_at + j * weight_bytes
+                _weigh_row(at, scale, i + j, maxima_at, totals_at, sums_at, padded, high_to, low_to)
             elif low[j] < high[j]:
                 _scale(at, TILE, scale)
                 factors[j] = soften(at, low[j], high[j], i + j, maxima, totals)
@@ -313,9 +309,7 @@ def attend_whole_tile(
             _sum(high_at, high_at + part, packed_at, sums_at + (i - at_once) * sum_bytes, sum_bytes)
         high_at = weights_at + group % 2 * 2 * part
         for j in range(min(at_once, count - i)):
-            at, to = (i + j) * F32_BYTES, high_at + j * weight_bytes
-            factor = _weigh(here + j * score_bytes, scale, maxima_at + at, totals_at + at, to, to + part)
-            if factor != _ONE:
-                _scale(sums_at + (i + j) * sum_bytes, padded, factor)
+            at, to = here + j * score_bytes, high_at + j * weight_bytes
+            _weigh_row(at, scale, i + j, maxima_at, totals_at, sums_at, padded, to, to + part)
     high_at = weights_at + (groups - 1) % 2 * 2 * part
     _sum(high_at, high_at + part, packed_at, sums_at + (groups - 1) * at_once * sum_bytes, sum_bytes)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import platform
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
+import numba
 from llvmlite import ir  # type: ignore[import-untyped]
+from numba.extending import intrinsic
 
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
 from baton.kernels.cpu.simd import cgutils, has_features
@@ -31,7 +33,7 @@ def may_use_tiles() -> bool:
 
 
 def configure(builder: Any, heights: Mapping[int, Any]) -> None:
-    """Rows of the tiles that are used. `release` ends their use."""
+    """Rows of the tiles that are used. `end_tiles` ends their use."""
     config = cgutils.alloca_once(builder, ir.ArrayType(_I64, 8))
     config.align = TILE_BYTES
     widths, rows = [0, 0], ir.Constant(_I64, 0)
@@ -42,10 +44,6 @@ def configure(builder: Any, heights: Mapping[int, Any]) -> None:
         to = builder.gep(config, [ir.Constant(_I64, 0), ir.Constant(_I64, place)])
         builder.store(ir.Constant(_I64, word) if isinstance(word, int) else word, to)
     _call(builder, "ldtilecfg", builder.bitcast(config, _I8.as_pointer()))
-
-
-def release(builder: Any) -> None:
-    _call(builder, "tilerelease")
 
 
 def zero(builder: Any, tile: int) -> None:
@@ -68,3 +66,14 @@ def add_product(builder: Any, total: int, left: int, right: int) -> None:
 def _call(builder: Any, name: str, *args: Any) -> None:
     function_type = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
     builder.call(cgutils.get_or_insert_function(builder.module, function_type, f"llvm.x86.{name}"), args)
+
+
+def _ended(typing_context: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _call(builder, "tilerelease")
+        return context.get_dummy_value()
+
+    return numba.void(), generate
+
+
+end_tiles = cast(Callable[[], None], intrinsic(_ended))

@@ -168,15 +168,15 @@ def multiply_piece(
     """A piece of x [T, K] times `weight`, plus bias (0: none). `out`: the address of its first output in row 0.
     `following`: the piece that this thread multiplies next (none beyond the last)."""
     at, count = outputs_of(outputs, piece)
+    bias_at = bias + 2 * at if bias != 0 else bias
     if HAS_TILES:
-        then = weight + outputs_of(outputs, following if following < num_pieces(outputs) else piece)[0] * columns * 2
-        right, bias_at = weight + at * columns * 2, bias + 2 * at if bias != 0 else bias
-        steps, blocks = columns // TILE_COLUMNS, count // TILE_BLOCK
+        then = outputs_of(outputs, following)[0] if following < num_pieces(outputs) else at
+        output_bytes, steps, blocks = 2 * columns, columns // TILE_COLUMNS, count // TILE_BLOCK
+        right, then = weight + at * output_bytes, weight + then * output_bytes
         multiply_tiles(num_rows, x, 2 * columns, right, steps, bias_at, out, out_bytes, blocks, then)
         return
     steps, span = columns // 2, (_SPANS[1] if columns > _SPANS[1] else _SPANS[0]) // 2
     right = weight + at // _BLOCK * steps * _ROW_BYTES + at % _BLOCK * 4
-    bias_at = bias + 2 * at if bias != 0 else bias
     then = right
     if following < num_pieces(outputs):
         then = weight + outputs_of(outputs, following)[0] // _BLOCK * steps * _ROW_BYTES

@@ -21,8 +21,8 @@ from baton.kernels.cpu.tiles import (
     TILE_ROWS,
     add_product,
     configure,
+    end_tiles,
     load_tile,
-    release,
     store_tile,
     zero,
 )
@@ -60,14 +60,6 @@ def _begun(typing_context: Any, num_groups: Any, last_rows: Any) -> Any:
         return context.get_dummy_value()
 
     return numba.void(num_groups, numba.int64), generate
-
-
-def _ended(typing_context: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        release(builder)
-        return context.get_dummy_value()
-
-    return numba.void(), generate
 
 
 def _tile_products(
@@ -116,28 +108,40 @@ def _tile_products(
 
 
 def _store_rows(builder: Any, num_rows: Any, sums: Any, bias: Any, out: Any, out_bytes: Any) -> None:
-    chunks = [ir.Constant(_I64, chunk) for chunk in range(_CHUNKS)]
-    added = [cgutils.alloca_once_value(builder, ir.Constant(_VECTOR, [0.0] * LANES)) for _ in chunks]
-    has_bias = builder.icmp_signed("!=", bias, ir.Constant(_I64, 0))
-    with builder.if_then(has_bias):
+    # A sum of -0 stays as it is without a bias.
+    added = [cgutils.alloca_once_value(builder, ir.Constant(_VECTOR, [-0.0] * LANES)) for _ in range(_CHUNKS)]
+    with builder.if_then(builder.icmp_signed("!=", bias, ir.Constant(_I64, 0))):
         for chunk, to in enumerate(added):
             builder.store(load_widened(builder, builder.add(bias, ir.Constant(_I64, 2 * LANES * chunk)), 2), to)
     biases = [builder.load(vector) for vector in added]
     with cgutils.for_range(builder, num_rows, intp=_I64) as loop:
         at = builder.add(sums, builder.mul(loop.index, ir.Constant(_I64, _SUM_BYTES)))
-        totals = [load(builder, at, TILE_BYTES * chunk) for chunk in range(_CHUNKS)]
-        # A sum of -0 has no bias of 0 added.
-        totals = [
-            builder.select(has_bias, builder.fadd(total, vector), total)
-            for total, vector in zip(totals, biases, strict=True)
-        ]
+        totals = [builder.fadd(load(builder, at, TILE_BYTES * chunk), vector) for chunk, vector in enumerate(biases)]
         store(builder, rounded_pair(builder, *totals), builder.add(out, builder.mul(loop.index, out_bytes)))
 
 
 _Call = Callable[..., Any]
 _begin = cast(_Call, intrinsic(prefer_literal=True)(_begun))
-_end = cast(_Call, intrinsic(_ended))
 _products = cast(_Call, intrinsic(prefer_literal=True)(_tile_products))
+
+
+@jit
+def _multiply_rows(
+    first: int, stop: int, left: Any, row_bytes: int, right: Any, steps: int, bias: Any, out: Any, out_bytes: int,
+    blocks: int, following: Any,
+) -> None:  # fmt: skip
+    for block in range(blocks):
+        weights, y = right + block * steps * _STEP_BYTES, out + block * BLOCK * 2
+        bias_at = bias + block * BLOCK * 2 if bias != 0 else bias
+        for row in range(first, stop, 2 * TILE_ROWS):
+            then = 0
+            if row == 0:
+                then = weights + steps * _STEP_BYTES if block < blocks - 1 else following
+            count, x, to = min(stop - row, 2 * TILE_ROWS), left + row * row_bytes, y + row * out_bytes
+            if count > TILE_ROWS:
+                _products(2, count, x, row_bytes, weights, steps, then, bias_at, to, out_bytes)
+            else:
+                _products(1, count, x, row_bytes, weights, steps, then, bias_at, to, out_bytes)
 
 
 @jit
@@ -147,29 +151,14 @@ def multiply_tiles(
 ) -> None:  # fmt: skip
     """The first pass also fetches weights ahead, at last those at `following`."""
     last = num_rows % (2 * TILE_ROWS)
-    for part in range(2):
-        # Whole pairs of groups, and then the rest, for which tiles have other rows.
-        first, stop = (0, num_rows - last) if part == 0 else (num_rows - last, num_rows)
-        if first == stop:
-            continue
-        if part == 0:
-            _begin(2, TILE_ROWS)
-        elif last > TILE_ROWS:
+    whole = num_rows - last
+    if whole > 0:
+        _begin(2, TILE_ROWS)
+        _multiply_rows(0, whole, left, row_bytes, right, steps, bias, out, out_bytes, blocks, following)
+    if last > 0:
+        if last > TILE_ROWS:
             _begin(2, last - TILE_ROWS)
         else:
             _begin(1, last)
-        for block in range(blocks):
-            weights, y = right + block * steps * _STEP_BYTES, out + block * BLOCK * 2
-            bias_at = bias + block * BLOCK * 2 if bias != 0 else bias
-            then = weights + steps * _STEP_BYTES if block < blocks - 1 else following
-            if first > 0:
-                then = weights - weights
-            for row in range(first, stop, 2 * TILE_ROWS):
-                count, x, to = min(stop - row, 2 * TILE_ROWS), left + row * row_bytes, y + row * out_bytes
-                if count > TILE_ROWS:
-                    _products(2, count, x, row_bytes, weights, steps, then, bias_at, to, out_bytes)
-                else:
-                    _products(1, count, x, row_bytes, weights, steps, then, bias_at, to, out_bytes)
-                then = weights - weights
-    if num_rows > 0:
-        _end()
+        _multiply_rows(whole, num_rows, left, row_bytes, right, steps, bias, out, out_bytes, blocks, following)
+    end_tiles()
