@@ -106,7 +106,7 @@ class Stepped:
     def all_of(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Stream]:
         """Run requests side by side to their end. Afterwards the engine must be idle."""
         streams = [self.add(request(f"{len(self.streams)}", prompt, params)) for prompt in prompts]
-        while not all(stream.ended for stream in streams):
+        while not all(stream.ended for stream in streams) or self.step():
             self.step()
         assert self.is_idle()
         return streams

@@ -30,6 +30,7 @@ from baton.wire import EngineLoad, FinishReason, TokenChunk
 if TYPE_CHECKING:
     # The core itself does not import torch.
     from baton.engine.executor import Executor
+    from baton.engine.speculation.late_rows import LateRows
     from baton.kvstore.prefix_store import PrefixStore
 
 EmitChunk = Callable[[TokenChunk, bool], None]
@@ -60,6 +61,7 @@ class EngineCore:
         self.steps = StepRunner(executor, scheduler, legs, limits, emit, self.metrics, self.clock)
         self.requests: dict[str, Request] = {}
         self._step_s = 0.0  # in steps, since the start
+        self.late: LateRows | None = None
         self.peers: Peers = SingleRank()
         if prefix_store is not None:
             prefix_store.bind(self.post, lambda operation: self.metrics.prefix_store_failures.update((operation,)))
@@ -112,6 +114,8 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         """The request's id is not in use."""
+        if self.late is not None:
+            self.late.find(request)
         if request.prefix_len is not None:
             return self._move_prefix(request)
         if request.max_prefill_tokens is not None and self.scheduler.num_missing(request) > request.max_prefill_tokens:
@@ -175,8 +179,10 @@ class EngineCore:
         self._end(request, reason, error)
         self._emit_chunk(request, True, finish_reason=reason, error=error, recoverable=recoverable)
 
-    def _end(self, request: Request, reason: FinishReason | None, error: str | None = None) -> None:
-        """`reason`: None for a prefill leg whose request continues on D."""
+    def _end(
+        self, request: Request, reason: FinishReason | None, error: str | None = None, by_tokens: bool = False
+    ) -> None:
+        """`reason`: None for a prefill leg whose request continues on D. `by_tokens`: of a step."""
         if self.requests.get(request.request_id) is request:
             del self.requests[request.request_id]
         if request.status is not RequestStatus.AWAITING_RELEASE:  # else `_await_release` has counted it
@@ -184,7 +190,9 @@ class EngineCore:
         request.finish_reason = reason
         self.scheduler.remove(request)
         request.transition(RequestStatus.FINISHED)
-        if self.legs is None or not self.legs.abort_leg(request, error):
+        if self.legs is not None and self.legs.abort_leg(request, error):
+            return
+        if self.late is None or not by_tokens or not self.late.keep(request):
             self.scheduler.release(request)
 
     def _await_release(self, request: Request) -> None:
@@ -236,7 +244,9 @@ class EngineCore:
         if self.legs is not None:
             self.legs.admit(rows.request for rows in scheduled)
         if not scheduled:
-            return False
+            return self.late is not None and self.late.compute()
+        if self.late is not None:
+            self.late.relieve()
         prompts = [rows.num_rows for rows in scheduled if rows.request.is_prefilling]
         done = self.steps.compute(scheduled)
         for request, error in done.failed.items():
@@ -280,7 +290,7 @@ class EngineCore:
             if not request.is_prefilling:
                 self._await_release(request)
         elif request.finish_reason is not None:
-            self._end(request, request.finish_reason)
+            self._end(request, request.finish_reason, by_tokens=True)
         # A prefix store reads them once all are computed.
         if request.status is RequestStatus.RUNNING and not (request.is_prefilling and self.prefix_store is not None):
             known, first = len(request.token_ids), request.first_drafted

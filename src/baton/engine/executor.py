@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -47,9 +48,7 @@ class Executor(Protocol):
         ...
 
     def copy_page(self, group: str, source: int, destination: int) -> None:
-        """Copy one page before this returns. Not part of a plan: a peer may be asked at once to write into the rest of
-        the page.
-        """
+        """Copy one page before this returns: a peer may be asked at once to write into the rest of it."""
         ...
 
     def close(self) -> None:
@@ -72,8 +71,7 @@ class TargetResult:
 
 
 class LocalExecutor:
-    """Runs plans in this process, on one rank. Keeps the target's output of steps whose features later draft plans
-    need."""
+    """Runs plans in this process, on one rank."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
@@ -100,7 +98,8 @@ class LocalExecutor:
 
     def _forward(self, plan: StepPlan, written: Written | None) -> TargetOutput:
         output = self._output = self.runner.forward(plan.rows, written)
-        self._outputs = {number: kept for number, kept in self._outputs.items() if number >= plan.oldest}
+        for number in list(itertools.takewhile(lambda number: number < plan.oldest, self._outputs)):
+            del self._outputs[number]
         if plan.number:
             self._outputs[plan.number] = output
         return output
@@ -164,9 +163,7 @@ class LocalExecutor:
             self._synchronize()
 
     def _synchronize(self) -> None:
-        """Wait for the device: the core may declare pages final at once, and transports copy on streams of their
-        own.
-        """
+        """The core may declare pages final at once, and transports copy on streams of their own."""
         if self.runner.device.type == "cuda":
             torch.cuda.current_stream(self.runner.device).synchronize()
 

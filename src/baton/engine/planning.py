@@ -31,7 +31,7 @@ from baton.structured import Allowed, Known
 
 @dataclass(frozen=True, slots=True)
 class SampledRequest:
-    """A request that gets tokens, and its first index into the result's choices and logits."""
+    """With its first index into the result's choices and logits."""
 
     request: Request
     first_choice: int
@@ -66,9 +66,7 @@ def is_sampled(rows: ScheduledRows) -> bool:
 def allowed_tokens(
     scheduled: Sequence[ScheduledRows],
 ) -> tuple[dict[Request, Allowed | None], dict[Request, Exception]]:
-    """The allowed tokens of each sampled request (None: all), and the requests that have none or whose grammar
-    failed.
-    """
+    """By sampled request (None: all), and the requests that have none or whose grammar failed."""
     allowed: dict[Request, Allowed | None] = {}
     refused: dict[Request, Exception] = {}
     for rows in scheduled:
@@ -122,8 +120,11 @@ def step_plan(
     return plan, sampled
 
 
-def draft_plan(draft_rows: Sequence[DraftRows], spec: PlanSpec, rejection: bool, margins: bool = False) -> DraftPlan:
-    """Drafts are chosen with the noise that the target will use; with `rejection`, greedily."""
+def draft_plan(
+    draft_rows: Sequence[DraftRows], spec: PlanSpec, rejection: bool, margins: bool = False, is_late: bool = False
+) -> DraftPlan:
+    """Drafts are chosen with the noise that the target will use; with `rejection`, greedily. `is_late`: no row is of
+    the last step."""
     ids: list[int] = []
     feature_rows: list[int] = []
     steps: list[int] = []
@@ -138,7 +139,7 @@ def draft_plan(draft_rows: Sequence[DraftRows], spec: PlanSpec, rejection: bool,
     return DraftPlan(
         rows=_rows(ids, spans, requests, spec.draft_groups),
         feature_rows=_array(feature_rows),
-        feature_steps=_array(steps if len(set(steps)) > 1 else []),
+        feature_steps=_array(steps if is_late or len(set(steps)) > 1 else []),
         num_drafts=_array([rows.num_drafts for rows in draft_rows]),
         first_entry=_array([request.first_drafted for request in requests]),
         noise=replace(noise, temperature=np.zeros(len(requests))) if rejection else noise,
@@ -193,8 +194,7 @@ def _rows(ids: list[int], spans: Sequence[tuple[int, int]], requests: Sequence[R
 
 
 def _state_slots(scheduled: Sequence[ScheduledRows], group: str) -> StateSlots:
-    """A prefill keeps the state after its last row, and checkpoints; a verification after each row, since any may be
-    the last accepted one."""
+    """A verification keeps the state after each row: any may be the last accepted one."""
     read: list[int] = []
     kept: list[int] = []
     write: list[int] = []

@@ -153,9 +153,7 @@ class Request:
         return self.token_ids[self.num_prompt :]
 
     def allowed(self) -> Allowed | None:
-        """The allowed tokens for the next position and after each draft; None: all. Raises `RequestError` if none
-        are.
-        """
+        """For the next position and after each draft; None: all. Raises `RequestError` if none are."""
         allowed = self._allowed(self.draft_ids)
         if allowed is not None and self.sampler.restricts and not allowed.bits.any(axis=1).all():
             field = "bad_words" if self.params.allowed_token_ids is None else "allowed_token_ids"

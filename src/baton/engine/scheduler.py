@@ -7,7 +7,7 @@ requests. Prefill legs are never preempted: a transport may read pages declared 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -83,6 +83,7 @@ class Scheduler:
         self.receiving: set[Request] = set()
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self.before_preemption: Callable[[Request], None] = lambda request: None
 
     @property
     def has_work(self) -> bool:
@@ -128,7 +129,7 @@ class Scheduler:
             batch.add(request, num_rows)
 
     def _continue_prompts(self, batch: _Batch) -> Request | None:
-        """Returns the long prompt whose turn it is, of those that got a part of the step."""
+        """Returns the long prompt whose turn it is, if it got a part of the step."""
         prefilling = sorted((one for one in self.running if one.is_prefilling), key=lambda one: one.turn)
         long: Request | None = None
         if prefilling and self.waiting and self.waiting[0].turn < prefilling[0].turn:
@@ -147,7 +148,7 @@ class Scheduler:
         return long
 
     def _admit_waiting(self, batch: _Batch, only_short: bool) -> None:
-        """Admit in order. `only_short`: a long prompt is being computed, so others that do not fit are passed over."""
+        """Admit in order. `only_short`: a long prompt is computed, so others that do not fit are passed over."""
         most = _LOOKED_AT if only_short else max(self.max_num_seqs - self._num_active, 0)
         for request in list(islice(self.waiting, most)):
             if only_short and self.num_missing(request) > batch.budget:
@@ -169,9 +170,8 @@ class Scheduler:
         return True
 
     def _share(self, long: Request, batch: _Batch) -> None:
-        """Give the rest of the step to one other prompt of the long one's class, the shortest, if it lacks less than
-        the long one. Running prompts come first.
-        """
+        """Give the rest of the step to the shortest other prompt of the long one's class, if it lacks less. Running
+        prompts come first."""
         if batch.budget <= 0:
             return
         lacking = {
@@ -190,10 +190,15 @@ class Scheduler:
             self._start(other, batch, batch.budget)
 
     def _extend(self, request: Request, batch: _Batch) -> None:
-        """Give a prompt the rest of the step, if there are pages for it: nobody is preempted."""
+        """Give a prompt the rest of the step. Nobody is preempted."""
         more = min(batch.budget, batch.num_left(request))
         if more > 0 and self.cache.reserve(request.kv, request.prefill_len - batch.num_left(request) + more):
             batch.add(request, more)
+
+    @property
+    def has_room(self) -> bool:
+        """Besides pages."""
+        return self._num_active < self.max_num_seqs
 
     @property
     def _num_active(self) -> int:
@@ -235,6 +240,7 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """The request recomputes later, before requests that have not started."""
         self.num_preemptions += 1
+        self.before_preemption(request)
         self.running.remove(request)
         self.release(request)
         self._recompute_first(request)

@@ -1,6 +1,5 @@
-"""Computes one step: target forward, sampling, verification, drafts. If a request makes a step fail, only it ends.
-
-A request does not change before its tokens are chosen, so rows that fail together can run again, one request at a time.
+"""Computes one step. If a request makes it fail, only it ends: no request changes before its tokens are chosen, so rows
+that fail together run again, one request at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from baton.engine.sampling.stopping import until_stop
 from baton.engine.sampling.verifier import Verified, verify
 from baton.engine.scheduler import ScheduledRows, Scheduler
 from baton.engine.speculation.adaptive import AdaptiveDrafts, kept_drafts, limit_drafts
-from baton.engine.speculation.deferred import DeferredRows
+from baton.engine.speculation.deferred import DeferredRows, catch_up
 from baton.engine.speculation.probe import draft_probe, target_probe
 from baton.engine.step_plans import NOT_FINITE, StepPlan, StepResult
 from baton.errors import NonFiniteLogitsError, RequestError, refusal_text
@@ -38,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DecodingLimits:
-    """When requests end, how many drafts a verification has, and whether it is by rejection (else coupled)."""
+    """`rejection`: how drafts are verified, else coupled."""
 
     eos_ids: frozenset[int]
     max_model_len: int
@@ -81,10 +80,7 @@ class StepRunner:
         self.drafts_from_tokens = {rules.module for rules in self.cache.rules.values()} - {0} == {None}
 
     def compute(self, scheduled: Sequence[ScheduledRows]) -> StepOutcome:
-        """Run the scheduled rows and emit their tokens.
-
-        Raises a request's error if all requests fail and a trivial one fails too: the engine is broken.
-        """
+        """Raises a request's error if all fail and a trivial one fails too: the engine is broken."""
         self._note_starts(scheduled)
         computed = self._run_batch(scheduled)
         for request, error in computed.failed.items():
@@ -97,7 +93,7 @@ class StepRunner:
         return computed
 
     def _note_starts(self, scheduled: Sequence[ScheduledRows]) -> None:
-        """Record the queue time of requests that run for the first time. Handoff metrics cover decode legs."""
+        """Queue times; handoff metrics cover decode legs."""
         for rows in scheduled:
             request = rows.request
             if request.times.started_at is None and request.role != "decode":
@@ -128,7 +124,10 @@ class StepRunner:
             log.warning("a step of %d requests failed, each is run alone: %r", len(scheduled), error)
             return _joined([self._run_batch([rows]) for rows in scheduled])
         failed = self._emit_tokens(scheduled, sampled, result, began)
-        draft_rows = self._advance(scheduled, plan, failed)
+        waits = not failed and len(plan.rows.token_ids) == len(scheduled) and self._all_wait(scheduled)
+        draft_rows = self._advance(scheduled, plan, failed, waits)
+        if waits:
+            return StepOutcome()
         if self.adaptive is not None:
             draft_rows = limit_drafts(self.adaptive, draft_rows)
         if self.deferred is not None:
@@ -231,10 +230,23 @@ class StepRunner:
                 )
                 self.emit(chunk, True)
 
+    def _all_wait(self, scheduled: Sequence[ScheduledRows]) -> bool:
+        """Whether the drafter's rows of a step with a row of each request wait."""
+        if self.adaptive is None or self.deferred is None:
+            return False
+        requests = [rows.request for rows in scheduled]
+        ends = any(request.finish_reason is not None or request.is_prefilling for request in requests)
+        return not ends and self.adaptive.holds_none(requests) and self.deferred.wait(requests)
+
+    def draft_late(self, late: Sequence[DraftRows]) -> None:
+        """Outside of a step."""
+        self.executor.draft(draft_plan(late, self.executor.spec, self.limits.rejection, is_late=True))
+
     def _advance(
-        self, scheduled: Sequence[ScheduledRows], plan: StepPlan, failed: Container[Request]
+        self, scheduled: Sequence[ScheduledRows], plan: StepPlan, failed: Container[Request], waits: bool
     ) -> list[DraftRows]:
-        """Returns the drafter's rows."""
+        """Returns the drafter's rows, none if all wait."""
+        drafts = self.executor.spec.drafts and not waits
         draft_rows: list[DraftRows] = []
         late: list[tuple[Request, int]] = []
         for rows, first in zip(scheduled, plan.rows.query_start.tolist(), strict=False):
@@ -243,20 +255,20 @@ class StepRunner:
                 continue
             if request.is_prefilling:
                 request.num_computed = rows.start + rows.num_rows
-                drafts, num_accepted = request.num_computed == request.prefill_len, 0
+                decodes, num_accepted = request.num_computed == request.prefill_len, 0
             else:
                 request.num_computed = len(request.token_ids) - 1
-                drafts, num_accepted = True, request.num_computed - rows.start - 1
+                decodes, num_accepted = True, request.num_computed - rows.start - 1
             self.cache.accept(request.kv, num_accepted, request.num_computed)
-            if self.executor.spec.drafts and request.finish_reason is None:
-                num_drafts = self.limits.num_drafts(request) if drafts else 0
+            if drafts and request.finish_reason is None:
+                num_drafts = self.limits.num_drafts(request) if decodes else 0
                 features = (FeatureRows(plan.number, first, request.num_computed - rows.start),)
                 drafted = DraftRows(request, features, rows.start, request.num_computed, num_drafts)
                 if self.drafts_from_tokens and request.num_drafted < rows.start:
                     late.append((request, num_drafts))
                 else:
                     draft_rows.append(drafted)
-        return draft_rows + _catch_up(
+        return draft_rows + catch_up(
             late, self.scheduler.max_num_batched_tokens - sum(r.stop - r.start for r in draft_rows)
         )
 
@@ -328,18 +340,3 @@ def _note_scores(
                     f"the model's logits for position {position} of the prompt are not finite"
                 )
     return failed
-
-
-def _catch_up(late: Sequence[tuple[Request, int]], budget: int) -> list[DraftRows]:
-    """Rows for requests that lack earlier drafter entries, in order, within the token budget. They get drafts once no
-    entry is missing.
-    """
-    rows: list[DraftRows] = []
-    for request, num_drafts in late:
-        start = request.num_drafted
-        stop = min(request.num_computed, start + budget)
-        if stop > start:
-            none = (FeatureRows(0, 0, stop - start),)
-            rows.append(DraftRows(request, none, start, stop, num_drafts if stop == request.num_computed else 0))
-            budget -= stop - start
-    return rows

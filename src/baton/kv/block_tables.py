@@ -18,12 +18,24 @@ class BlockTables:
     The one page of a state group is the request's slot. `scratch`: state slots that the next step writes, the first of
     which gets the state after the last known token. `checkpoints`: slots that receive a checkpoint in this step, by
     token count. `ends`: the token count of the last checkpoint that makes room for the next. `uncached`: groups that
-    lack entries which are never computed, whose pages may not enter the prefix cache.
+    lack entries which are never computed, whose pages may not enter the prefix cache. `room`: tokens that surely fit.
 
     Hash chains survive when the pages are released, because tokens are only appended.
     """
 
-    __slots__ = ("chains", "checkpoints", "ends", "entered", "found", "pages", "scratch", "slid", "tables", "uncached")
+    __slots__ = (
+        "chains",
+        "checkpoints",
+        "ends",
+        "entered",
+        "found",
+        "pages",
+        "room",
+        "scratch",
+        "slid",
+        "tables",
+        "uncached",
+    )
 
     def __init__(self, root: bytes = ROOT) -> None:
         self.chains: defaultdict[str, Chain] = defaultdict(lambda: Chain(root))
@@ -39,6 +51,7 @@ class BlockTables:
         self.entered: dict[str, int] = {}  # pages already offered to the prefix cache
         self.slid: dict[str, int] = {}  # pages freed after the window passed
         self.uncached: set[str] = set()
+        self.room = 0
 
     def set_pages(self, group: str, pages: list[int]) -> None:
         self.pages[group] = pages

@@ -77,8 +77,8 @@ class KVCache:
         """Attach a prefix hit to a request, and allocate pages for the next `num_rows` of its first `num_tokens`
         tokens.
 
-        Trims every group to the common hit. At least one row is left to compute, for its logits or features. Returns
-        the hit in tokens, or None, without changes, if there are too few pages.
+        At least one row is left to compute, for its logits or features. Returns the hit, common to all groups, or None,
+        without changes, if there are too few pages.
         """
         prefix_hits = self.find(tables, tokens, num_tokens)
         common = min(hit.num_tokens for hit in prefix_hits.values())
@@ -96,6 +96,15 @@ class KVCache:
         """
         hits = look_up(self.pools, tables, tokens, num_tokens - 1, spare)
         return agreed(self.pools, tables, tokens, hits, spare)
+
+    def lacks_draft(self, tables: BlockTables, tokens: Sequence[int], num_tokens: int) -> bool:
+        """Whether the prefix hit of the drafter's groups lacks a page of the target's."""
+        hits = look_up(self.pools, tables, tokens, num_tokens - 1)
+        found: dict[bool, int] = {}
+        for name, hit in hits.items():
+            is_target = self.rules[name].module == 0
+            found[is_target] = min(hit.num_tokens, found.get(is_target, num_tokens))
+        return found[True] - found.get(False, num_tokens) >= self.whole_pages
 
     def attach_destination(
         self, tables: BlockTables, tokens: Sequence[int], num_tokens: int, sent_groups: Container[str] | None = None
@@ -170,9 +179,9 @@ class KVCache:
         return True
 
     def reserve(self, tables: BlockTables, num_tokens: int) -> bool:
-        """Extend every block table to `num_tokens` tokens and the lookahead slots. False, without changes, if there are
-        too few pages.
-        """
+        """Extend every block table. False, without changes, if there are too few pages."""
+        if num_tokens <= tables.room:
+            return True
         missing = {name: self._num_pages(name, num_tokens) - len(tables.pages[name]) for name in self.pools}
         if any(count > self.pools[name].num_available for name, count in missing.items()):
             return False
@@ -180,6 +189,8 @@ class KVCache:
             if count > 0:
                 pages = tables.pages[name]
                 tables.set_pages(name, pages + self.pools[name].allocate(count, pages[-1] if pages else None))
+        paged = ((pool, tables.pages[name]) for name, pool in self.pools.items() if name not in self._states)
+        tables.room = min((len(pages) * pool.page_size for pool, pages in paged), default=0) - self.num_lookahead_slots
         return True
 
     def plan_checkpoints(
@@ -240,7 +251,8 @@ class KVCache:
                 states.enter(tokens, count, slot, tables.chains[name])
             states.release(tables.checkpoints.pop(name).values())
         for name, pool in self.pools.items():
-            if name in self._states:
+            computed = num_computed if self.rules[name].module == 0 else num_drafted
+            if name in self._states or computed // pool.page_size <= tables.entered[name]:
                 continue
             final = self.num_final(name, len(tokens), num_computed, num_drafted)
             if final // pool.page_size > tables.entered[name] and name not in tables.uncached:
@@ -261,9 +273,7 @@ class KVCache:
             self._free_before(tables, name, self.rules[name].first_needed(next_query))
 
     def offered(self, tables: BlockTables, num_tokens: int) -> dict[str, list[int]]:
-        """The block tables that a peer may read. Earlier pages than any peer wants are null, so no peer reads pages
-        that a window frees.
-        """
+        """The block tables that a peer may read: none reads pages that a window frees."""
         pages = dict(tables.pages)
         for name in self._windowed:
             first = self.rules[name].wanted(num_tokens, 0).start // self.pools[name].page_size
@@ -294,8 +304,7 @@ class KVCache:
             self.pools[name].release([*slots, *tables.checkpoints[name].values()])
 
     def quarantine(self, tables: BlockTables, wanted: Mapping[str, Interval]) -> BlockTables:
-        """Release a request's pages, but keep those from the first wanted token on out of use, in the tables
-        returned."""
+        """Release a request's pages, but keep those from the first wanted token on out of use."""
         held = BlockTables()
         held.chains, held.uncached, held.entered = tables.chains, set(tables.uncached), dict(tables.entered)
         self._release_scratch(tables)
@@ -311,8 +320,7 @@ class KVCache:
         return held
 
     def leave_quarantine(self, held: BlockTables, tokens: Sequence[int], proven: Mapping[str, int]) -> None:
-        """The pages are quiet. Those within the first `proven` entries of a group are final and enter the prefix
-        cache, for a recomputation."""
+        """The pages are quiet. Those within a group's first `proven` entries enter the prefix cache."""
         uncached, entered = held.uncached, held.entered  # `take` clears them
         for name, pages in held.take().items():
             pool = self.pools[name]

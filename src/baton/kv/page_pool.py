@@ -153,7 +153,7 @@ class PagePool:
         return next((i for i, page in enumerate(pages) if not page or page in self._received), len(pages))
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Remove pages from the prefix cache, so that holders of a reference may write them."""
+        """Remove pages from the prefix cache."""
         for page in pages:
             self._forget(page)
 
@@ -247,8 +247,7 @@ class PagePool:
         return best, best_len
 
     def extend(self, tokens: Sequence[int], num_pages: int, chain: Chain) -> int:
-        """Extend the digests to the first `num_pages` pages. Returns the number of known digests; fewer if tokens are
-        missing."""
+        """Extend the digests to the first `num_pages` pages. Returns how many are known."""
         while len(chain) < num_pages:
             identity = page_identity(tokens, len(chain), self.page_size, self.reach)
             if identity is None:

@@ -144,6 +144,43 @@ def test_rows_of_a_request_that_has_no_room_in_steps_are_due_too() -> None:
     assert deferred.begin(2) == (MOST_STEPS + 1, MOST_STEPS + 1)
 
 
+def test_rows_of_steps_of_a_batch_that_does_not_change_wait_together() -> None:
+    deferred, first, second = DeferredRows(most_steps=None), RequestStub(), RequestStub()
+    for step in range(1, 30):
+        assert deferred.begin(2) == (step, 1)
+        first.num_computed, second.num_computed = 3 + step, 3 + step
+        assert deferred.wait([first, second])  # type: ignore[list-item]
+    assert deferred.begin(1) == (30, 1)
+    first.num_computed = 33
+    assert not deferred.wait([first])  # type: ignore[list-item]
+    (due,) = deferred.due([rows(first, 30, 33, num_drafts=1)])
+    assert (due.start, due.stop, due.num_drafts) == (4, 34, 1)
+    assert due.features == tuple(FeatureRows(step, 0, 1) for step in range(1, 31))
+    second.num_computed = 33
+    waited = deferred.take(second)  # type: ignore[arg-type]
+    assert waited is not None
+    assert (waited.start, waited.stop) == (4, 33)
+    assert waited.features == tuple(FeatureRows(step, 1, 1) for step in range(1, 30))
+    first.num_drafted = 34
+    assert deferred.begin(1) == (31, 31)
+
+
+def test_a_pass_has_few_rows_of_earlier_steps() -> None:
+    """Others are computed later, and their requests drafted for then."""
+    deferred, requests = DeferredRows(most_steps=None), [RequestStub() for _ in range(3)]
+    deferred.rows_of_pass = 6
+    for step in range(1, 6):
+        deferred.begin(3)
+        assert deferred.due([rows(one, step, 3 + step) for one in requests]) == []
+    deferred.begin(3)
+    due = deferred.due([rows(one, 6, 9, num_drafts=2) for one in requests])
+    assert [one.request for one in due] == requests[:1]
+    requests[0].num_drafted = 10
+    deferred.begin(3)
+    due = deferred.due([rows(one, 7, 10, num_drafts=2) for one in requests])
+    assert [(one.request, one.start, one.stop) for one in due] == [(requests[0], 10, 11), (requests[1], 4, 11)]
+
+
 @pytest.mark.parametrize("cause", ["ended", "preempted", "preempted, and its first entries were cached"])
 def test_rows_of_requests_that_left_are_forgotten(cause: str) -> None:
     deferred, request = DeferredRows(), RequestStub()

@@ -40,8 +40,7 @@ def classes_of(margins: npt.ArrayLike) -> IntArray:
 
 
 class OwnFactor:
-    """A request's odds of acceptance over those of all requests: one step of Newton's method on the log-odds, in which
-    old drafts fade."""
+    """A request's odds of acceptance over those of all: a step of Newton's method on the log-odds. Old drafts fade."""
 
     def __init__(self) -> None:
         self._surplus, self._variance = 0.0, 0.25 * _OWN_WEIGHT

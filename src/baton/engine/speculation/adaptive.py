@@ -1,6 +1,4 @@
-"""How many drafts each request makes in a step, and how many of them are verified (k "auto"): from the running batch,
-measured acceptance, and measured costs.
-"""
+"""How many drafts each request makes in a step, and how many are verified (k "auto")."""
 
 from __future__ import annotations
 
@@ -53,6 +51,7 @@ class AdaptiveDrafts:
         self._chosen: dict[str, int] = {}
         self._threshold = 0.0
         self._probed: set[Request] = set()  # in this step
+        self._idle: list[Request] = []  # of the last choice, if none drafts
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         classes = self._classes.pop(request, [])[:num_drafts]
@@ -96,7 +95,15 @@ class AdaptiveDrafts:
             counts = np.array(chosen, dtype=np.int64)
         if self._num_choices >= self._probe_at:
             self._probe(requests, counts)
-        return np.minimum(counts, bounds)
+        counts = np.minimum(counts, bounds)
+        self._idle = [] if counts.any() else list(requests)
+        return counts
+
+    def holds_none(self, requests: list[Request]) -> bool:
+        """Whether a choice of no drafts for these requests holds for another step."""
+        holds = requests == self._idle and self._num_choices + 1 < min(self._choose_at, self._probe_at)
+        self._num_choices += holds
+        return holds
 
     def _probe(self, requests: Sequence[Request], counts: IntArray) -> None:
         self._probe_wait = PROBE_EVERY if counts.any() else min(2 * self._probe_wait, PROBE_SELDOM)
@@ -146,7 +153,7 @@ def limit_drafts(chooser: DraftCounts, draft_rows: Sequence[DraftRows]) -> list[
 def kept_drafts(
     chooser: AdaptiveDrafts | None, draft_rows: Sequence[DraftRows], result: DraftResult
 ) -> list[list[int]]:
-    """The drafts to verify, of those that the drafter made: by request, in the order of `draft_rows`."""
+    """The drafts to verify, by request."""
     if chooser is None or result.margins is None:
         return result.drafts
     counts = chooser.keep([rows.request for rows in draft_rows], result.drafts, result.margins)

@@ -62,11 +62,8 @@ class LinearCost:
 
 
 class FewRows:
-    """Factors on the linear model's seconds for a target forward of a few rows.
-
-    Kernels compute rows in groups, so four may cost less than three. `MEASURED`: numbers of rows; from twice the last
-    on the factor is 1.
-    """
+    """Factors on the linear model's seconds for few rows: kernels compute rows in groups, so four may cost less than
+    three. From twice the last of `MEASURED` on the factor is 1."""
 
     MEASURED = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
 

@@ -43,10 +43,7 @@ class DraftChoice:
 
 
 def choose_drafts(survival_RSK: FloatArray, most: IntArray, costs: RoundCosts) -> DraftChoice:
-    """At most `most` drafts per request.
-
-    `survival_RSK`: the probability that a draft and all before it are accepted, in S equally likely cases.
-    """
+    """`survival_RSK`: the probability that a draft and all before it are accepted, in S equally likely cases."""
     num_requests, cases, deepest = survival_RSK.shape
     none = num_requests / ((costs.base + float(costs.verified[0])) or 1.0)
     best, choice = LEAST_GAIN * none, DraftChoice(np.zeros(num_requests, dtype=np.int64))

@@ -6,8 +6,10 @@ import time
 
 from baton.engine.config import EngineConfig
 from baton.engine.core import EngineCore
+from baton.engine.ranks.lockstep import SingleRank
 from baton.engine.speculation.adaptive import AdaptiveDrafts
 from baton.engine.speculation.deferred import MOST_STEPS, DeferredRows
+from baton.engine.speculation.late_rows import LateRows
 
 
 def enable_adaptive_drafts(config: EngineConfig, core: EngineCore, max_model_len: int) -> None:
@@ -17,7 +19,10 @@ def enable_adaptive_drafts(config: EngineConfig, core: EngineCore, max_model_len
     # Thread time excludes other processes; this thread takes part in all of torch's work.
     timer = time.thread_time if config.device == "cpu" and config.num_ranks == 1 else time.monotonic
     core.steps.deferred = deferred = _deferred(core)
-    core.steps.adaptive = adaptive = AdaptiveDrafts(spec.max_drafts, timer, MOST_STEPS if deferred else 1)
+    if deferred is not None:
+        core.late = LateRows(deferred, core.steps)
+    steps_per_pass = 1 if deferred is None else 0 if deferred.is_unbounded else MOST_STEPS
+    core.steps.adaptive = adaptive = AdaptiveDrafts(spec.max_drafts, timer, steps_per_pass)
     tables = core.cache.spare() if config.role != "prefill" else None
     if tables is None:
         return
@@ -30,7 +35,10 @@ def enable_adaptive_drafts(config: EngineConfig, core: EngineCore, max_model_len
 
 def _deferred(core: EngineCore) -> DeferredRows | None:
     """For drafters whose entries depend on tokens only, or on one row's features and the next token."""
-    modules = {rules.module for rules in core.cache.rules.values()}
+    rules = core.cache.rules.values()
+    modules = {one.module for one in rules}
     if modules not in ({0, 1}, {0, None}) or core.executor.spec.draft_state_groups:
         return None
-    return DeferredRows(needs_features=modules == {0, 1})
+    # Engines that share experts compute in lockstep.
+    bounded = not isinstance(core.peers, SingleRank) or any(one.window and one.module for one in rules)
+    return DeferredRows(modules == {0, 1}, MOST_STEPS if bounded else None)

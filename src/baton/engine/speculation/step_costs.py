@@ -1,4 +1,4 @@
-"""Seconds of target and drafter forwards by their rows, measured at start and while the engine runs."""
+"""Seconds of target and drafter forwards, measured at start and while the engine runs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _DRAFT_PROBES = ((1, 0), (1, 1), (1, 4), (8, 0), (8, 1), (8, 4), (32, 1))
 class StepCosts:
     """The cost models of one engine, for at most `max_drafts` drafts per request.
 
-    `steps_per_pass`: how many steps' rows of requests without drafts the drafter computes in one pass (`DeferredRows`).
+    `steps_per_pass`: of rows of requests without drafts; 0: most are never computed.
     """
 
     def __init__(self, max_drafts: int, steps_per_pass: int = 1) -> None:
@@ -57,7 +57,7 @@ class StepCosts:
         self._num_steps = 0
 
     def computed(self, scheduled: Sequence[ScheduledRows], decodes: bool, seconds: float) -> None:
-        """Note the target forward of a step. `decodes`: no row is of a prompt; only such steps are measured."""
+        """Note a target forward. `decodes`: no row is of a prompt; only such steps are measured."""
         self._num_steps += 1
         if self._measures and decodes:
             seconds /= float(self.few_rows.of(sum(rows.num_rows for rows in scheduled)))
@@ -78,7 +78,7 @@ class StepCosts:
         _, _, start, depth, draft = self.drafter.each()
         target = self.target.seconds(target_parts([(1, c) for c in contexts.tolist()]))
         entries, steps = self.drafter.seconds(draft_parts(len(contexts), [0])), self._steps_per_pass
-        waiting = self.drafter.seconds(draft_parts(steps * len(contexts), [0])) / steps
+        waiting = self.drafter.seconds(draft_parts(steps * len(contexts), [0])) / steps if steps else 0.0
         drafts = np.arange(1 + len(contexts) * self._max_drafts)
         rows = len(contexts) + drafts
         more = sum(cost * np.maximum(rows - knee, 0) for cost, knee in zip(beyond, _KNEES, strict=True))
@@ -93,8 +93,8 @@ class StepCosts:
         limits: Sequence[int],
         now: Callable[[], float],
     ) -> None:
-        """Run target and drafter over spare `pages`, and fit the models. `limits`: the most requests and rows of a
-        step, and tokens of a request. `now`: seconds."""
+        """Runs over spare `pages`. `limits`: the most requests and rows of a step, and tokens of a request. `now`:
+        seconds."""
         most_requests, most_rows, most_tokens = limits
         spec = executor.spec
         started = now()
@@ -133,7 +133,7 @@ class StepCosts:
     def _measure_few_rows(
         self, executor: Executor, pages: Mapping[str, npt.NDArray[np.int32]], most: int, now: Callable[[], float]
     ) -> None:
-        """Measure few rows in turn, several times; the shortest times are the least disturbed."""
+        """The shortest times are the least disturbed."""
         found: dict[int, float] = {}
         started = now()
         for turn in range(1 + _FEW_TURNS):
