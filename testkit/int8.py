@@ -9,12 +9,18 @@ from torch import Tensor
 from baton.kernels.cpu.gemm.int8_avx2 import AVX2
 from baton.kernels.cpu.gemm.int8_products import Int8Path
 from baton.kernels.cpu.gemm.int8_rows import GROUP, GROUP_BYTES, num_narrow_pieces
+from baton.kernels.cpu.gemm.int8_tiles import TILES
 from baton.kernels.cpu.gemm.int8_vnni import VNNI
 from baton.kernels.cpu.gemm.small_gemm import num_pieces, outputs_of
 from baton.kernels.cpu.simd import CHUNKS, LANES
+from baton.kernels.cpu.tiles import may_use_tiles
 
 BLOCK = CHUNKS * LANES
-PATHS = {name: path for name, path in {"avx2": AVX2, "vnni": VNNI}.items() if path.runs_here}
+PATHS = {
+    name: path
+    for name, path in {"avx2": AVX2, "vnni": VNNI, "tiles": TILES}.items()
+    if path.runs_here and (path is not TILES or may_use_tiles())
+}
 
 
 def _in_groups(x: Tensor) -> Tensor:
@@ -74,6 +80,6 @@ def multiply_on(path: Int8Path, x: Tensor, weight: Tensor, bias: Tensor | None) 
         first, _ = outputs_of(outputs, piece)
         path.multiply_narrowed(
             num_rows, rows.data_ptr(), columns, data.data_ptr(), scales.data_ptr(), outputs, piece,
-            0 if added is None else added.data_ptr(), out.data_ptr() + 2 * first, 2 * outputs,
+            0 if added is None else added.data_ptr(), out.data_ptr() + 2 * first, 2 * outputs, piece + 1,
         )  # fmt: skip
     return out[:, : len(weight)]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from baton.errors import ConfigError
-from baton.kernels.cpu.gemm.int8_gemm import HAS_INT8_PRODUCTS, Int8Weight
+from baton.kernels.cpu.gemm.int8_avx2 import AVX2
+from baton.kernels.cpu.gemm.int8_gemm import HAS_INT8_PRODUCTS, Int8Weight, multiply_narrowed, narrow_piece
+from baton.kernels.cpu.tiles import may_use_tiles
 from baton.models.layers.linear import Build, Linear
 from baton.models.loading.dtypes import check_quantization
 from baton.models.loading.loader import load_model
@@ -46,6 +51,29 @@ def test_every_path_has_the_bits_of_exact_sums(path: str, outputs: int, columns:
 
 
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("outputs", "columns"), [(64, 64), (96, 100), (33, 7)])
+def test_every_number_of_rows_has_the_same_bits(path: str, outputs: int, columns: int) -> None:
+    weight, x, bias = normal(outputs, columns), normal(65, columns), normal(outputs)
+    expected = exact_products(x, weight, bias)
+    assert [
+        count
+        for count in range(1, len(x) + 1)
+        if not torch.equal(multiply_on(PATHS[path], x[:count], weight, bias), expected[:count])
+    ] == []
+
+
+def test_paths_agree_for_the_smallest_and_largest_numbers() -> None:
+    """Also where a product is subnormal, zero or infinite."""
+    powers = torch.arange(-133, 127, 4)
+    x = torch.ldexp(normal(len(powers), 192).float(), powers[:, None]).bfloat16()
+    x[3], x[:, 64:128] = 0.0, torch.ldexp(x[:, 64:128].float(), powers.flip(0)[:, None] // 2).bfloat16()
+    weight = torch.ldexp(normal(128, 192).float(), torch.arange(128)[:, None] - 64).bfloat16()
+    made = {name: multiply_on(path, x, weight, None).view(torch.int16) for name, path in PATHS.items()}
+    first = next(iter(made.values()))
+    assert [name for name, bits in made.items() if not torch.equal(bits, first)] == []
+
+
+@pytest.mark.parametrize("path", PATHS)
 def test_the_largest_numbers_do_not_overflow(path: str) -> None:
     signs = torch.ones(4, 128).bfloat16()
     signs[1], signs[2, ::2], signs[3, 64:] = -1, -1, -1
@@ -70,14 +98,26 @@ def test_numbers_of_a_row_are_exact_from_a_64th_of_their_groups_largest_on() -> 
     assert torch.equal(one.multiply(x, None).double(), kept_rows(x).mul(127).bfloat16().double())
 
 
-def test_a_row_that_is_not_finite_changes_no_other() -> None:
-    one, x = Int8Weight(normal(70, 30)), normal(14, 30)
-    clean = one.multiply(x, None)
-    x[5] = torch.nan
-    made = one.multiply(x, None)
-    assert made[5].isnan().all()
-    others = [row for row in range(14) if row != 5]
+@pytest.mark.parametrize("path", PATHS)
+def test_a_row_that_is_not_finite_changes_no_other(path: str) -> None:
+    weight, x = normal(70, 30), normal(20, 30)
+    clean = multiply_on(PATHS[path], x, weight, None)
+    x[5], x[17, 3], x[18, 29] = torch.nan, torch.inf, -torch.inf
+    made = multiply_on(PATHS[path], x, weight, None)
+    bad = [5, 17, 18]
+    assert made[bad].isnan().all()
+    others = [row for row in range(20) if row not in bad]
     assert torch.equal(made[others], clean[others])
+
+
+@pytest.mark.parametrize("num_rows", [1, 11, 12, 37])
+def test_the_choice_of_a_path_by_rows_and_permission_changes_no_bit(num_rows: int) -> None:
+    weight, x = normal(128, 130), normal(num_rows, 130)
+    usual = PATHS.get("vnni", AVX2)
+    for tiles in {0, int(may_use_tiles())}:
+        narrow, multiply = (partial(one, tiles) for one in (narrow_piece, multiply_narrowed))
+        path = replace(usual, narrow_piece=narrow, multiply_narrowed=multiply)
+        assert torch.equal(multiply_on(path, x, weight, None), exact_products(x, weight, None)), tiles
 
 
 def test_a_layer_keeps_no_other_copy_of_its_weight() -> None:

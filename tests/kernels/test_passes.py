@@ -13,7 +13,10 @@ pytestmark = pytest.mark.skipif(
     not (HAS_OWN_PRODUCTS and HAS_INT8_PRODUCTS), reason="this CPU lacks the products of one kind"
 )
 # Parts of the symbols of compiled functions: their modules.
-MODULES = {"bfloat16": ("small_gemm", "tile_gemm", "wide_gemm"), "int8": ("int8_rows", "int8_vnni", "int8_avx2")}
+MODULES = {
+    "bfloat16": ("small_gemm", "tile_gemm", "wide_gemm"),
+    "int8": ("int8_rows", "int8_vnni", "int8_avx2", "int8_tiles"),
+}
 
 
 def kinds_in(kernel: Kernel) -> set[str]:

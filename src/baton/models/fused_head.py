@@ -12,6 +12,7 @@ from baton.kernels.cpu.fused.products import BLOCK, SCRATCH_BYTES
 from baton.kernels.cpu.fused.stages import STAGE_BYTES
 from baton.kernels.cpu.gemm.small_gemm import MAX_ROWS
 from baton.kernels.cpu.omp import Kernel, arguments, threads_for
+from baton.kernels.cpu.tiles import may_use_tiles
 from baton.models.fused_layers import kernel_for, operand_width
 from baton.models.layers.linear import Linear
 
@@ -32,7 +33,7 @@ class FusedHead:
         self._lm_head, self._kernel, fields = lm_head, kernel, np.zeros(at.NUM_FIELDS, dtype=np.int64)
         fields[at.HIDDEN], fields[at.VOCAB] = lm_head.in_features, lm_head.out_features
         fields[at.HEAD : at.HEAD + 3] = lm_head.in_place() or ()
-        fields[at.CHECKS] = 1
+        fields[at.CHECKS], fields[at.TILES] = 1, may_use_tiles()
         self._fields, self._num_pieces = fields, lm_head.out_features // BLOCK + 1
 
     @classmethod

@@ -1,7 +1,6 @@
 """CPU kernels of Mamba-2: selective scan and gated norm, row by row. For the convolution see `causal_conv`.
 
-Neither other rows nor chunks change a bit. This is also faster than chunks of matrix products: a head's state stays in
-the L1 cache.
+Neither other rows nor chunks change a bit. Chunks of matrix products are slower: a head's state stays in the L1 cache.
 
 Shapes: T rows of R requests, H heads of P channels, N state numbers per channel.
 """

@@ -27,8 +27,8 @@ from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
 from baton.kernels.cpu.omp import Kernel, float_of, pointer, take
 from baton.kernels.cpu.scalar import to_f32
 from baton.kernels.cpu.simd import LANES, touch
-from baton.kernels.cpu.tile_attention import attend_in_tiles, attend_whole_tile, begin_tiles, interleave
-from baton.kernels.cpu.tiles import HAS_TILES, TILE_ROWS, end_tiles
+from baton.kernels.cpu.tile_attention import attend_in_tiles, attend_whole_tile, interleave
+from baton.kernels.cpu.tiles import HAS_TILES, TILE_ROWS, begin_tiles, end_tiles
 from baton.kernels.cpu.transposes import transpose, widen
 
 # Query vectors that share one load of a tile: they fit in a core's cache.

@@ -1,7 +1,6 @@
 """SIMD intrinsics on vectors of 16 floats, for loops that LLVM's vectorizer does not handle well.
 
-Each function is an instruction sequence over addresses, in a fixed order, with explicit fused multiply-adds: the same
-bits on every CPU.
+Instructions are in a fixed order, with explicit fused multiply-adds: the same bits on every CPU.
 """
 
 from __future__ import annotations
@@ -153,9 +152,8 @@ def _products(
 ) -> Any:  # fmt: skip
     """out [num_rows, width] = out * its row's factor + sum over `steps` of left [row, step] * right [step].
 
-    `left`, `right`, `factors` (0: out begins at zero) and `out` are addresses of float32; `row_bytes`, `right_bytes`
-    and `out_bytes` are row strides. `width` is a multiple of 16. Sums run in order of the steps.
-    `num_rows` and `num_chunks` are literals.
+    `factors` 0: out begins at zero. `row_bytes`, `right_bytes` and `out_bytes` are row strides. `width` is a multiple
+    of 16. Sums run in order of the steps. `num_rows` and `num_chunks` are literals.
     """
     rows, most = num_rows.literal_value, num_chunks.literal_value
 

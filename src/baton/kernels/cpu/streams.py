@@ -1,4 +1,4 @@
-"""CPU kernels of DeepSeek-V4's hyper-connections (mHC, arXiv:2512.24880) and router scores, row by row, so other rows
+"""CPU kernels of DeepSeek-V4's hyper-connections (mHC, arXiv:2512.24880) and router scores, row by row: others
 change no bit.
 
 Shapes: T rows, N streams.

@@ -1,7 +1,7 @@
 """As `attention_tile`, in tiles of Intel AMX: keys and values of bfloat16, 16 vectors at a time.
 
-Weights of values are split into two bfloat16 numbers, which lose 2^-17 of them. A vector that sees a part of the 64
-keys gets them in float32, one by one: unseen values may be NaN.
+Weights of values are split into two bfloat16 numbers, which lose 2^-17. A vector that sees a part of the 64 keys gets
+them in float32, one by one: unseen values may be NaN.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from baton.kernels.cpu.simd import (
     store,
 )
 from baton.kernels.cpu.tiles import (
+    LEFTS,
+    RIGHTS,
     TILE_BYTES,
     TILE_COLUMNS,
     TILE_PAIRS,
     TILE_ROWS,
     add_product,
-    configure,
+    begin_tiles,
     load_tile,
     store_tile,
     zero,
 )
 
 _NARROW_BYTES = 2
-# Sums or weights, with as many rows as vectors, and what they are multiplied by.
-_LEFTS, _RIGHTS = range(6), (6, 7)
 _STEPS = TILE // TILE_COLUMNS
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _VECTOR, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
@@ -51,15 +51,6 @@ _ONE = np.float32(1.0)
 _LOG2_E = 1.4426950408889634
 # Of 2^x, |x| <= 1/2, highest power first (least squares).
 _POWER = (1.33909e-3, 9.66637e-3, 5.550357e-2, 2.4022349e-1, 6.9314719e-1, 1.0)
-
-
-def _begun(typing_context: Any, num_rows: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        heights = dict.fromkeys(_LEFTS, args[0]) | dict.fromkeys(_RIGHTS, ir.Constant(_I64, TILE_PAIRS))
-        configure(builder, heights)
-        return context.get_dummy_value()
-
-    return numba.void(numba.int64), generate
 
 
 def _scored(typing_context: Any, queries: Any, query_bytes: Any, keys: Any, steps: Any, scores: Any) -> Any:
@@ -75,7 +66,7 @@ def _scored(typing_context: Any, queries: Any, query_bytes: Any, keys: Any, step
             load_tile(builder, CHUNKS, builder.add(queries, column), query_bytes)
             here = builder.add(keys, builder.mul(loop.index, ir.Constant(_I64, TILE_PAIRS * F32_BYTES * TILE)))
             for chunk in range(CHUNKS):
-                right = _RIGHTS[chunk % 2]
+                right = RIGHTS[chunk % 2]
                 load_tile(builder, right, builder.add(here, ir.Constant(_I64, TILE_BYTES * chunk)), key_bytes)
                 add_product(builder, chunk, CHUNKS, right)
         for chunk in range(CHUNKS):
@@ -90,7 +81,7 @@ def _summed(typing_context: Any, weights: Any, low: Any, values: Any, sums: Any,
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         weights, low, values, sums, sum_bytes = args
-        parts = dict(zip(_LEFTS[2:], [(at, step) for at in (weights, low) for step in range(_STEPS)], strict=True))
+        parts = dict(zip(LEFTS[2:], [(at, step) for at in (weights, low) for step in range(_STEPS)], strict=True))
         for tile, (at, step) in parts.items():
             at = builder.add(at, ir.Constant(_I64, TILE_BYTES * step))
             load_tile(builder, tile, at, ir.Constant(_I64, _NARROW_BYTES * TILE))
@@ -101,11 +92,11 @@ def _summed(typing_context: Any, weights: Any, low: Any, values: Any, sums: Any,
                 column = builder.add(column, ir.Constant(_I64, TILE_BYTES * total))
                 here = builder.add(sums, column)
                 load_tile(builder, total, here, sum_bytes)
-                for step, right in enumerate(_RIGHTS):
+                for step, right in enumerate(RIGHTS):
                     at = builder.add(builder.mul(step_bytes, ir.Constant(_I64, step)), column)
                     load_tile(builder, right, builder.add(values, at), sum_bytes)
                 for tile, (_, step) in parts.items():
-                    add_product(builder, total, tile, _RIGHTS[step])
+                    add_product(builder, total, tile, RIGHTS[step])
                 store_tile(builder, total, here, sum_bytes)
         return context.get_dummy_value()
 
@@ -191,7 +182,6 @@ def _interleaved(typing_context: Any, first: Any, second: Any, count: Any, out: 
 
 
 _Call = Callable[..., Any]
-begin_tiles = cast(_Call, intrinsic(_begun))
 _score = cast(_Call, intrinsic(_scored))
 _sum = cast(_Call, intrinsic(_summed))
 _scale = cast(_Call, intrinsic(_scaled))

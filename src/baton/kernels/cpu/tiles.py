@@ -18,6 +18,8 @@ from baton.kernels.cpu.simd import cgutils, has_features
 HAS_TILES = HAS_BF16_PAIRS and has_features("amx-tile", "amx-bf16")
 # Rows, bytes of a row, bfloat16 columns and pairs of them.
 TILE_ROWS, TILE_BYTES, TILE_COLUMNS, TILE_PAIRS = 16, 64, 32, 16
+# Sums or what is multiplied, with as many rows as `begin_tiles` gets, and what it is multiplied by.
+LEFTS, RIGHTS = range(6), (6, 7)
 # Linux: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 _I8, _I64 = ir.IntType(8), ir.IntType(64)
@@ -63,9 +65,22 @@ def add_product(builder: Any, total: int, left: int, right: int) -> None:
     _call(builder, "tdpbf16ps", *[ir.Constant(_I8, tile) for tile in (total, left, right)])
 
 
+def add_byte_product(builder: Any, total: int, left: int, right: int) -> None:
+    """total [row, n] += left [row, four, 4] * right [four, n, 4], of signed and unsigned bytes, in int32."""
+    _call(builder, "tdpbsud", *[ir.Constant(_I8, tile) for tile in (total, left, right)])
+
+
 def _call(builder: Any, name: str, *args: Any) -> None:
     function_type = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
     builder.call(cgutils.get_or_insert_function(builder.module, function_type, f"llvm.x86.{name}"), args)
+
+
+def _begun(typing_context: Any, num_rows: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        configure(builder, dict.fromkeys(LEFTS, args[0]) | dict.fromkeys(RIGHTS, ir.Constant(_I64, TILE_PAIRS)))
+        return context.get_dummy_value()
+
+    return numba.void(numba.int64), generate
 
 
 def _ended(typing_context: Any) -> Any:
@@ -76,4 +91,5 @@ def _ended(typing_context: Any) -> Any:
     return numba.void(), generate
 
 
+begin_tiles = cast(Callable[[int], None], intrinsic(_begun))
 end_tiles = cast(Callable[[], None], intrinsic(_ended))

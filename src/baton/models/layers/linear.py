@@ -1,8 +1,8 @@
 """Linear layers with packed weights and batch-invariant rows.
 
-With `Build.quantization` "int8", int8 numbers replace a filled layer's weight (see `int8_gemm`); on an x86 CPU without
-instructions for bfloat16, a copy for our own products (see `wide_gemm`). Otherwise oneDNN's blocked copy, if PyTorch
-and the CPU support it; a few rows of bfloat16 bypass oneDNN (see `small_gemm`).
+With `Build.quantization` "int8", int8 numbers replace a filled layer's weight (`int8_gemm`); on an x86 CPU without
+instructions for bfloat16, a copy for our own products (`wide_gemm`). Otherwise oneDNN's blocked copy, if PyTorch and
+the CPU support it; a few rows of bfloat16 bypass oneDNN (`small_gemm`).
 
 A GEMM library picks its algorithm by the number of rows, so a row's last bits can differ between batches. With
 `batch_invariant` rows go through the GEMM in padded blocks of fixed heights. Blocks of sixteen rows are the reference.
@@ -51,8 +51,7 @@ WeightCut = tuple[int, Share]
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """How to build a model for a rank. `quantization`: how bfloat16 weights of linear layers are kept ("int8", or None:
-    as they are)."""
+    """How to build a model for a rank. `quantization` of linear layers' bfloat16 weights: "int8" or None."""
 
     dtype: torch.dtype
     device: torch.device
@@ -223,8 +222,7 @@ def isolate_non_finite(multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tenso
 class Linear(nn.Module):
     """y = x W^T + b for x [T, in] -> [T, out]. Weight [out, in] as in Hugging Face, None once it is packed.
 
-    `share`: this rank's part of the outputs. `cuts`: for each parameter that ranks share, the dimension and this
-    rank's part.
+    `share`: this rank's outputs. `cuts`: for each parameter that ranks share, the dimension and this rank's part.
     """
 
     weight: nn.Parameter | None
@@ -304,7 +302,7 @@ class Linear(nn.Module):
         return small_gemm.multiply_packed(x, at, self.out_features - first, bias)
 
     def few_rows_match(self) -> bool:
-        """Whether the kernel for few rows may be used: with `batch_invariant`, only if no bits change."""
+        """Whether few rows may have their kernel: with `batch_invariant`, only if no bits change."""
         if not self._batch_invariant or self._own is not None:
             return True
         return small_gemm_matches(self.out_features, self.in_features, torch.get_num_threads())

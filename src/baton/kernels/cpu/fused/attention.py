@@ -83,7 +83,7 @@ def _place(
 
 @jit_inline
 def attend(a: Any, layer: Any, place: Any, is_wanted: bool, stage: int) -> bool:
-    """Two stages: `_place`, and attention if that `is_wanted`. Returns False for a slot or page that does not exist."""
+    """Two stages: `_place`, and attention if that `is_wanted`. False: no such slot or page."""
     num_rows, num_requests, heads, kv_heads, size = a[NUM_ROWS], a[NUM_REQUESTS], a[HEADS], a[KV_HEADS], a[SIZE]
     region = carray(pointer(a[REGIONS] + 8 * NUM_REGION_COLUMNS * place[0], np.int64(0)), (NUM_REGION_COLUMNS,))
     positions = carray(pointer(a[POSITIONS], np.int64(0)), (num_rows,))

@@ -1,4 +1,4 @@
-"""An LM head and the choice of tokens: argmax of scores, which are logits, or logits over temperature plus noise."""
+"""An LM head and the choice of tokens: argmax of logits, or of logits over temperature plus noise."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def head(a: Any, int8: Any, scratch: int, stage: int) -> None:
     while piece < total:
         first, count = outputs_of(vocab, piece)
         following = take_piece(stage)
-        multiply(int8, num_rows, x, a[HIDDEN], weight, vocab, piece, scratch, BLOCK_BYTES, following)
+        multiply(a, int8, num_rows, x, a[HIDDEN], weight, vocab, piece, scratch, BLOCK_BYTES, following)
         for n in range(num_rows):
             logits = carray(pointer(scratch + n * BLOCK_BYTES, BF16), (count,))
             noise_at = number_at(a[NOISES], n) if a[NOISES] != 0 else 0

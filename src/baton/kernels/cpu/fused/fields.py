@@ -19,7 +19,7 @@ NUM_FIELDS = 54
     INNER,
     EPS,
     SCALE,
-    TILES,  # whether attention may use them
+    TILES,  # whether they may be used
     POSITIONS,  # int64 [T], which are slots
     ANGLES,  # int64 [T], by which heads are rotated
     QUERY_START,

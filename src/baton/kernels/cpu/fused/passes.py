@@ -1,8 +1,7 @@
 """Passes of bfloat16 rows through decoder layers in one parallel region. A drafter's pass ends with the choice of
 tokens, with which the next begins. A pass may be an LM head.
 
-Stages switch in a fraction of a microsecond (`stages`), so reading weights keeps memory busy. They call standalone
-kernels' functions, and have their bits.
+Stages switch in a fraction of a microsecond (`stages`), so memory stays busy. They call standalone kernels' functions.
 """
 
 from __future__ import annotations

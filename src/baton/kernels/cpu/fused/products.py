@@ -6,7 +6,7 @@ from typing import Any
 
 from baton.jit_cache import jit, jit_inline
 from baton.kernels.cpu.elementwise import add_row, gate_row
-from baton.kernels.cpu.fused.fields import HIDDEN, INNER, INNERS, NORMED, NUM_ROWS, OPERAND, X
+from baton.kernels.cpu.fused.fields import HIDDEN, INNER, INNERS, NORMED, NUM_ROWS, OPERAND, TILES, X
 from baton.kernels.cpu.fused.rows import BF16, ELEMENT_BYTES
 from baton.kernels.cpu.fused.stages import STAGE_BYTES, finish, take_piece
 from baton.kernels.cpu.gemm.int8_gemm import multiply_narrowed, narrow_piece
@@ -23,7 +23,7 @@ SCRATCH_BYTES = 2 * BLOCK_BYTES
 
 @jit
 def operand(a: Any, int8: Any, num_rows: int, x: int, columns: int, stage: int) -> int:
-    """x [T, K] as `multiply` reads it: whole numbers for int8; float32 without instructions for bfloat16 pairs."""
+    """x [T, K] as `multiply` reads it: for int8 whole numbers; without bfloat16 pairs float32."""
     if int8 is None:
         if not HAS_WIDE_PRODUCTS:
             return x
@@ -36,7 +36,7 @@ def operand(a: Any, int8: Any, num_rows: int, x: int, columns: int, stage: int) 
         if int8 is None:
             widen_piece(num_rows, x, columns, piece, a[OPERAND])
         else:
-            narrow_piece(num_rows, x, columns, piece, a[OPERAND])
+            narrow_piece(a[TILES], num_rows, x, columns, piece, a[OPERAND])
         mine += 1
         piece = take_piece(stage)
     finish(stage, mine, total)
@@ -45,12 +45,14 @@ def operand(a: Any, int8: Any, num_rows: int, x: int, columns: int, stage: int) 
 
 @jit_inline
 def multiply(
-    int8: Any, num_rows: int, x: int, columns: int, weight: Any, outputs: int, piece: int, out: int, out_bytes: int,
-    following: int,
+    a: Any, int8: Any, num_rows: int, x: int, columns: int, weight: Any, outputs: int, piece: int, out: int,
+    out_bytes: int, following: int,
 ) -> None:  # fmt: skip
     """A piece of an operand times a weight (address, scale, bias). `out`, `following`: as in `multiply_piece`."""
     if int8 is not None:
-        multiply_narrowed(num_rows, x, columns, weight[0], weight[1], outputs, piece, weight[2], out, out_bytes)
+        multiply_narrowed(
+            a[TILES], num_rows, x, columns, weight[0], weight[1], outputs, piece, weight[2], out, out_bytes, following
+        )
     elif HAS_WIDE_PRODUCTS:
         multiply_widened(num_rows, x, columns, weight[0], outputs, piece, weight[2], out, out_bytes)
     else:
@@ -70,7 +72,7 @@ def project(
         at, count = outputs_of(outputs, piece)
         following = take_piece(stage)
         first, first_bytes = (scratch, BLOCK_BYTES) if out == 0 else (out + at * ELEMENT_BYTES, row_bytes)
-        multiply(int8, num_rows, x, columns, weight, outputs, piece, first, first_bytes, following)
+        multiply(a, int8, num_rows, x, columns, weight, outputs, piece, first, first_bytes, following)
         if out == 0:
             for t in range(num_rows):
                 to = a[X] + t * row_bytes + at * ELEMENT_BYTES
@@ -91,9 +93,9 @@ def gate(a: Any, int8: Any, weight: Any, scratch: int, stage: int) -> None:
     piece = take_piece(stage)
     while piece < total:
         following = take_piece(stage)
-        multiply(int8, num_rows, x, a[HIDDEN], weight, 2 * inner, piece, scratch, BLOCK_BYTES, blocks + piece)
+        multiply(a, int8, num_rows, x, a[HIDDEN], weight, 2 * inner, piece, scratch, BLOCK_BYTES, blocks + piece)
         then = following if following < total else 2 * blocks
-        multiply(int8, num_rows, x, a[HIDDEN], weight, 2 * inner, blocks + piece, ups, BLOCK_BYTES, then)
+        multiply(a, int8, num_rows, x, a[HIDDEN], weight, 2 * inner, blocks + piece, ups, BLOCK_BYTES, then)
         for t in range(num_rows):
             row = t * BLOCK_BYTES
             to = a[INNERS] + (t * inner + piece * BLOCK) * ELEMENT_BYTES

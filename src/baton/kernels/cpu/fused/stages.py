@@ -3,7 +3,7 @@
 A stage ends by finished pieces, not by threads that arrive: a preempted thread delays others only within a piece; late
 ones skip finished work. A wait spins for the time of a few pieces, then yields its core at each check.
 
-A stage's counters of taken and finished pieces are two int64 in their own cache line, initially 0.
+A stage's counters of taken and finished pieces are two int64 in a cache line, initially 0.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def narrow_piece(num_rows: int, x: int, columns: int, piece: int, to: int) -> No
 @jit
 def multiply_narrowed(
     num_rows: int, x: Any, columns: int, weight: Any, scale: Any, outputs: int, piece: int, bias: Any, out: Any,
-    out_bytes: int,
+    out_bytes: int, following: int,
 ) -> None:  # fmt: skip
     """As `small_gemm.multiply_piece`, of narrowed rows."""
     groups = groups_of(columns)

@@ -57,7 +57,7 @@ def products_of(group_sums: GroupSums, outputs: int) -> Callable[..., None]:
     ) -> Any:  # fmt: skip
         """out [num_rows, 16 * num_chunks] = left * right, plus bias (0: none).
 
-        `left`: rows of `groups` groups; `scale`, `bias` and `out` are bfloat16. `num_rows`, `num_chunks`: literals.
+        `num_rows`, `num_chunks`: literals.
         """
         rows, chunks = num_rows.literal_value, num_chunks.literal_value
 

@@ -9,18 +9,16 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import numba
-import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import carray  # type: ignore[attr-defined]
 from numba.extending import intrinsic
 
 from baton.jit_cache import jit
-from baton.kernels.cpu.omp import pointer
-from baton.kernels.cpu.simd import CHUNKS, LANES, folded, load_widened, splat, store
+from baton.kernels.cpu.simd import CHUNKS, LANES, cgutils, folded, load, load_widened, splat, store
+from baton.kernels.cpu.tiles import TILE_ROWS
 
 GROUP = CHUNKS * LANES
 # Rows of a piece of work.
-_ROWS_AT_ONCE = 16
+_ROWS_AT_ONCE = TILE_ROWS
 # Offsets after a group's numbers: its scale in float32, and minus their sum in int32.
 SCALE_AT = 2 * GROUP
 SUM_AT = SCALE_AT + 4
@@ -44,22 +42,37 @@ def _larger(builder: Any, a: Any, b: Any, order: str = ">") -> Any:
     return builder.select(builder.icmp_signed(order, a, b), a, b)
 
 
-def _store_bytes(builder: Any, number: Any, destination: Any, offset: int) -> None:
+def _store_bytes(builder: Any, number: Any, high_at: Any, low_at: Any, offset: int) -> None:
     high = builder.ashr(builder.add(number, _words(builder, 64)), _words(builder, 7))
     high = _larger(builder, high, _words(builder, 127), "<")
     low = builder.sub(number, builder.shl(high, _words(builder, 7)))
-    store(builder, builder.trunc(high, _BYTES), destination, offset)
-    store(builder, builder.trunc(low, _BYTES), destination, GROUP + offset)
+    store(builder, builder.trunc(high, _BYTES), high_at, offset)
+    store(builder, builder.trunc(low, _BYTES), low_at, offset)
 
 
-def _narrowed(typing_context: Any, in_bytes: Any, source: Any, destination: Any) -> Any:
-    """64 bfloat16 at `source`, which may be `destination`. If one is not finite, the scale is NaN.
+def _whole_group(builder: Any, source: Any, columns: Any) -> Any:
+    """64 bfloat16: missing columns are zeros."""
+    padded = cgutils.alloca_once(builder, _SHORTS, CHUNKS)
+    at = builder.ptrtoint(padded, _I64)
+    is_short = builder.icmp_signed("<", columns, ir.Constant(_I64, GROUP))
+    with builder.if_then(is_short, likely=False):
+        for i in range(CHUNKS):
+            store(builder, ir.Constant(_SHORTS, [0] * LANES), at, 2 * LANES * i)
+        with cgutils.for_range(builder, columns, intp=_I64) as loop:
+            offset = builder.mul(loop.index, ir.Constant(_I64, 2))
+            store(builder, load(builder, source, offset, ir.IntType(16)), at, offset)
+    return builder.select(is_short, at, source)
 
-    `in_bytes` (a literal): high bytes, then low ones; 0: 16 bits.
+
+def _narrowed(typing_context: Any, in_bytes: Any, source: Any, columns: Any, high: Any, low: Any, scale: Any) -> Any:
+    """Narrow `columns` bfloat16. If one is not finite, the scale is NaN. Minus their sum follows it.
+
+    `in_bytes`: a literal; 0: 16 bits at `high`.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _, source, destination = args
+        _, source, columns, high, low, scale_at = args
+        source = _whole_group(builder, source, columns)
         wide = [load_widened(builder, builder.add(source, ir.Constant(_I64, 32 * i)), 2) for i in range(CHUNKS)]
         peak = _words(builder, 0)
         for vector in wide:
@@ -75,21 +88,21 @@ def _narrowed(typing_context: Any, in_bytes: Any, source: Any, destination: Any)
             shifted = builder.bitcast(builder.fadd(builder.fmul(vector, factor), magic), _WORDS)
             number = builder.sub(shifted, builder.bitcast(magic, _WORDS))
             if in_bytes.literal_value:
-                _store_bytes(builder, number, destination, LANES * i)
+                _store_bytes(builder, number, high, low, LANES * i)
             else:
-                store(builder, builder.trunc(number, _SHORTS), destination, 2 * LANES * i)
+                store(builder, builder.trunc(number, _SHORTS), high, 2 * LANES * i)
             total = builder.sub(total, number)
         scale = _float(builder, builder.sub(exponent, ir.Constant(_I32, 13)))
         nan = builder.bitcast(ir.Constant(_I32, _NAN), ir.FloatType())
-        store(builder, builder.select(is_finite, scale, nan), destination, SCALE_AT)
+        store(builder, builder.select(is_finite, scale, nan), scale_at)
         total = folded(builder, total, lambda builder, a, b: builder.add(a, b))
-        store(builder, total, destination, SUM_AT)
+        store(builder, total, scale_at, SUM_AT - SCALE_AT)
         return context.get_dummy_value()
 
-    return numba.void(in_bytes, numba.int64, numba.int64), generate
+    return numba.void(in_bytes, *[numba.int64] * 5), generate
 
 
-_narrow = cast(Callable[..., None], intrinsic(prefer_literal=True)(_narrowed))
+narrow_group = cast(Callable[..., None], intrinsic(prefer_literal=True)(_narrowed))
 
 
 @jit
@@ -98,25 +111,13 @@ def groups_of(columns: int) -> int:
 
 
 @jit
-def _narrow_group(in_bytes: bool, source: int, destination: int) -> None:
-    if in_bytes:
-        _narrow(1, source, destination)
-    else:
-        _narrow(0, source, destination)
-
-
-@jit
 def _narrow_row(x: int, columns: int, to: int, in_bytes: bool) -> None:
-    """Missing columns are zeros."""
-    whole = columns // GROUP
-    for g in range(whole):
-        _narrow_group(in_bytes, x + 2 * GROUP * g, to + GROUP_BYTES * g)
-    if whole * GROUP < columns:
-        rest = carray(pointer(x, np.uint16(0)), (columns,))[whole * GROUP :]
-        padded = carray(pointer(to + GROUP_BYTES * whole, np.uint16(0)), (GROUP,))
-        for i in range(GROUP):
-            padded[i] = rest[i] if i < len(rest) else np.uint16(0)
-        _narrow_group(in_bytes, to + GROUP_BYTES * whole, to + GROUP_BYTES * whole)
+    for g in range(groups_of(columns)):
+        source, rest, at = x + 2 * GROUP * g, min(GROUP, columns - GROUP * g), to + GROUP_BYTES * g
+        if in_bytes:
+            narrow_group(1, source, rest, at, at + GROUP, at + SCALE_AT)
+        else:
+            narrow_group(0, source, rest, at, at, at + SCALE_AT)
 
 
 @jit

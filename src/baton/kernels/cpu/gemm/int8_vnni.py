@@ -12,11 +12,11 @@ from baton.kernels.cpu.gemm.int8_rows import GROUP, GROUP_BYTES, SUM_AT, groups_
 from baton.kernels.cpu.gemm.small_gemm import outputs_of
 from baton.kernels.cpu.simd import CHUNKS, LANES, cgutils, has_features, load, prefetch, splat
 
-_BLOCK = CHUNKS * LANES
-_STEP = 4
-_STEP_BYTES = _STEP * _BLOCK
+BLOCK = CHUNKS * LANES
+STEP = 4
+_STEP_BYTES = STEP * BLOCK
 # Makes weights unsigned.
-_SHIFT = 128
+SHIFT = 128
 _AHEAD = 1024
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _WORDS = ir.VectorType(_I32, LANES)
@@ -28,10 +28,10 @@ def _add_steps(builder: Any, parts: dict[int, Sums], starts: list[Any], weights:
     chunks = len(one) // len(starts)
     function_type = ir.FunctionType(_WORDS, [_WORDS] * 3)
     dot = cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.avx512.vpdpbusd.512")
-    with cgutils.for_range(builder, ir.Constant(_I64, GROUP // _STEP), intp=_I64) as loop:
+    with cgutils.for_range(builder, ir.Constant(_I64, GROUP // STEP), intp=_I64) as loop:
         here = builder.add(weights, builder.mul(loop.index, ir.Constant(_I64, _STEP_BYTES)))
         vectors = [load(builder, here, 4 * LANES * chunk, _WORDS) for chunk in range(chunks)]
-        offset = builder.mul(loop.index, ir.Constant(_I64, _STEP))
+        offset = builder.mul(loop.index, ir.Constant(_I64, STEP))
         for row, start in enumerate(starts):
             for part, sums in parts.items():
                 four = splat(builder, load(builder, builder.add(start, offset), part, _I32))
@@ -60,11 +60,11 @@ def _group_sums(builder: Any, chunks: int, starts: list[Any], weights: Any) -> S
     _add_steps(builder, {high: sums[0]}, starts, weights, 0)
     for total in sums[0].values():
         builder.store(builder.shl(builder.load(total), seven), total)
-    _add_steps(builder, {low: sums[0]}, starts, weights, GROUP * _BLOCK)
+    _add_steps(builder, {low: sums[0]}, starts, weights, GROUP * BLOCK)
     return {place: builder.load(total) for place, total in sums[0].items()}
 
 
-_products = products_of(_group_sums, _BLOCK)
+_products = products_of(_group_sums, BLOCK)
 
 
 @jit
@@ -101,17 +101,23 @@ def narrow_piece(num_rows: int, x: int, columns: int, piece: int, to: int) -> No
 
 
 @jit
+def weights_of(groups: int, weight: Any, scale: Any, at: int) -> tuple[Any, Any]:
+    """Those of output `at`, and their scales."""
+    block, rest = at // BLOCK * groups, at % BLOCK
+    return weight + block * GROUP * BLOCK + STEP * rest, scale + 2 * (block * BLOCK + rest)
+
+
+@jit
 def multiply_narrowed(
     num_rows: int, x: Any, columns: int, weight: Any, scale: Any, outputs: int, piece: int, bias: Any, out: Any,
-    out_bytes: int,
+    out_bytes: int, following: int,
 ) -> None:  # fmt: skip
     """As `small_gemm.multiply_piece`, of narrowed rows."""
     groups = groups_of(columns)
     at, count = outputs_of(outputs, piece)
-    block, rest = at // _BLOCK * groups, at % _BLOCK
-    right, scales = weight + block * GROUP * _BLOCK + _STEP * rest, scale + 2 * (block * _BLOCK + rest)
+    right, scales = weights_of(groups, weight, scale, at)
     bias_at = bias + 2 * at if bias != 0 else bias
-    _block(num_rows, x, groups, right, scales, bias_at, out, out_bytes, count < _BLOCK)
+    _block(num_rows, x, groups, right, scales, bias_at, out, out_bytes, count < BLOCK)
 
 
-VNNI = Int8Path(has_features("avx512f", "avx512vnni"), _BLOCK, _STEP, _SHIFT, narrow_piece, multiply_narrowed)
+VNNI = Int8Path(has_features("avx512f", "avx512vnni"), BLOCK, STEP, SHIFT, narrow_piece, multiply_narrowed)

@@ -1,6 +1,6 @@
-"""A small GEMM: a few rows of bfloat16 times a packed weight, limited by memory bandwidth.
+"""A few rows of bfloat16 times a packed weight.
 
-The kernel reads oneDNN's own blocked copy if its layout is [N / 64][K / 2][64][2], as AVX-512's instruction for
+The kernel reads oneDNN's blocked copy if its layout is [N / 64][K / 2][64][2], as AVX-512's instruction for
 bfloat16 pairs takes it, or with AMX that of `tile_gemm`. Rows are independent. With the spans of oneDNN 3 the bits are
 those of oneDNN; `linear` probes that.
 """
@@ -52,10 +52,9 @@ def _span_products(
 ) -> Any:  # fmt: skip
     """out [num_rows, 16 * num_chunks] = sum over `steps` pairs of left [row, pair] * right [pair], plus bias.
 
-    `left`, `right`, `bias` (0: none) and `out` are addresses of bfloat16; `row_bytes` and `out_bytes` are row strides.
-    Spans of `span` pairs, and then their sums, are summed in order in float32, and rounded once. `num_rows` and
-    `num_chunks` are literals. What is at `ahead` is fetched: for one row or two, as much as they read, and for more
-    `_FETCHED` bytes per step.
+    `row_bytes` and `out_bytes` are row strides; a `bias` of 0 is none. Spans of `span` pairs, and then their sums, are
+    summed in order in float32, and rounded once. `num_rows` and `num_chunks` are literals. What is at `ahead` is
+    fetched: for one row or two, as much as they read, and for more `_FETCHED` bytes per step.
     """
     rows, chunks = num_rows.literal_value, num_chunks.literal_value
 
@@ -125,10 +124,7 @@ def _block(
     num_rows: int, left: Any, row_bytes: int, right: Any, steps: int, span: int, bias: Any, out: Any, out_bytes: int,
     is_half: bool, following: Any,
 ) -> None:  # fmt: skip
-    """One block of outputs, or half of one, in passes of about as many rows.
-
-    The first pass waits for memory. The next two also fetch the block at `following`.
-    """
+    """A block of outputs, or half of one. The first pass waits for memory; the next two also fetch from `following`."""
     row, passes = 0, (num_rows + _PASS_ROWS - 1) // _PASS_ROWS
     ahead = right + _AHEAD if num_rows <= _OUTRUN_BY else right
     while row < num_rows:
@@ -165,8 +161,8 @@ def multiply_piece(
     num_rows: int, x: Any, columns: int, weight: Any, outputs: int, piece: int, bias: Any, out: Any, out_bytes: int,
     following: int,
 ) -> None:  # fmt: skip
-    """A piece of x [T, K] times `weight`, plus bias (0: none). `out`: the address of its first output in row 0.
-    `following`: the piece that this thread multiplies next (none beyond the last)."""
+    """A piece of x [T, K] times `weight`, plus bias (0: none). `out`: its first output in row 0. `following`: this
+    thread's next piece (none beyond the last)."""
     at, count = outputs_of(outputs, piece)
     bias_at = bias + 2 * at if bias != 0 else bias
     if HAS_TILES:

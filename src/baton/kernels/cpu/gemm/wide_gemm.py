@@ -1,7 +1,7 @@
 """Products of bfloat16 rows with bfloat16 weights on CPUs without instructions for bfloat16 pairs (x86 with AVX2).
 
-Rows are widened to float32 once, weights in registers; products are
-fused multiply-adds in float32. Each output is summed in order of the columns: rows have the same bits in every batch.
+Rows are widened to float32 once, weights in registers. Each output is summed in order of the columns, by fused
+multiply-adds: rows have the same bits in every batch.
 """
 
 from __future__ import annotations
