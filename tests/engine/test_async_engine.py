@@ -12,9 +12,10 @@ import pytest
 
 from baton.engine import async_engine
 from baton.engine.async_engine import AsyncEngine
-from baton.engine.config import EngineConfig, KVTransferConfig
+from baton.engine.config import EngineConfig, KVTransferConfig, SpeculativeConfig
 from baton.engine.request import Request
 from baton.engine.runner import ModelRunner
+from baton.engine.step_plans import DraftPlan, DraftResult
 from baton.errors import EngineUnavailableError, OverloadedError
 from baton.handoff.protocol.ticket import load_or_create_key
 from baton.sampling_params import SamplingParams
@@ -87,6 +88,28 @@ async def test_no_request_waits_for_a_thread_that_died_as_it_came(monkeypatch: p
         assert engine._queue.num_waiting == 0
     finally:
         engine.close()
+
+
+async def test_the_drafter_waits_until_the_loop_has_sent_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = SpeculativeConfig("eagle3", model="models/baton-demo-eagle3", num_speculative_tokens=3)
+    engine = AsyncEngine(EngineConfig(model=TARGET, speculative_config=drafter))
+    executor, order = engine_of(engine).core.executor, list[str]()
+    draft = executor.draft
+
+    def noted(plan: DraftPlan) -> DraftResult:
+        order.append("drafts")
+        return draft(plan)
+
+    monkeypatch.setattr(executor, "draft", noted)
+    monkeypatch.setattr(async_engine, "_SEND_WAIT_S", 60.0)
+    engine.start()
+    try:
+        async for _ in engine.generate(request("r", [1, 2], SamplingParams(max_tokens=4, ignore_eos=True))):
+            await asyncio.sleep(0.05)  # a client that is slow to read
+            order.append("sent")
+    finally:
+        engine.close()
+    assert order[:2] == ["sent", "drafts"]
 
 
 async def test_a_full_queue_refuses_at_once_and_takes_what_goes_on() -> None:

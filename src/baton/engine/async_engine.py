@@ -25,8 +25,8 @@ from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
 
 logger = logging.getLogger(__name__)
 
-# About as long as a sleeping thread needs to wake.
-_YIELD_S = 5e-5
+# The engine thread waits at most so long for its loop to send first tokens.
+_SEND_WAIT_S = 1e-3
 # A chunk, and whether it is the request's last; None if the engine has died.
 _Delivery = tuple[TokenChunk, bool] | None
 
@@ -63,13 +63,6 @@ def _cache_config(config: EngineConfig, num_tokens: int) -> dict[str, str]:
     }
 
 
-def _let_the_loop_send() -> None:
-    """Otherwise first tokens wait up to 1.4 ms for the GIL: the next step is planned, or drafter kernels end before the
-    event loop has woken.
-    """
-    time.sleep(_YIELD_S)
-
-
 class AsyncEngine:
     """Loads the model at construction (seconds), serves from `start` to `close`. Raises what `build_engine` raises."""
 
@@ -82,7 +75,8 @@ class AsyncEngine:
         self._streams: dict[str, _Stream] = {}
         self._queue = AdmissionLimit(config.max_queued_requests)
         self._engine = build_engine(config, self._emit, progress, tokenizer)
-        self._engine.core.steps.after_first = _let_the_loop_send
+        self._sent = threading.Event()
+        self._engine.core.steps.after_first = self._let_the_loop_send
         self._cache_config = _cache_config(config, self._engine.info.kv_tokens)
         progress("running a first request, which compiles kernels at their first use")
         self._warm_up()
@@ -179,11 +173,13 @@ class AsyncEngine:
                         ended = True
                         raise EngineUnavailableError(self._dead or "the engine stopped")
                     chunk, ended = delivery
-                    if waiting:
-                        waiting = False
+                    first, waiting = waiting, False
+                    if first:
                         served()
                     if chunk.token_ids or chunk.finish_reason is not None or not ended:
                         yield chunk  # an empty last chunk only ends the stream of a prefill leg
+                    if first:
+                        self._sent.set()
             finally:
                 self._streams.pop(request.request_id, None)
                 if not ended:
@@ -213,6 +209,11 @@ class AsyncEngine:
             self._engine.close()
             raise EngineUnavailableError("the engine's first request failed; the log has the cause")
         core.forget_metrics()
+
+    def _let_the_loop_send(self) -> None:
+        """Otherwise first tokens wait for the GIL, or for a core: up to 13 ms, while D's first step has them all."""
+        self._sent.wait(_SEND_WAIT_S)
+        self._sent.clear()
 
     def _emit(self, chunk: TokenChunk, last: bool) -> None:
         stream = self._streams.get(chunk.request_id)

@@ -174,8 +174,9 @@ class Request:
         return self.sampler.allowed(draft_ids, grammar)
 
     def is_first_step(self, drafts: bool) -> bool:
-        """Whether its next tokens are the first here. P's only if it `drafts` then: D waits for P."""
-        return self.times.committed_at is not None or (drafts and self.num_output == 0)
+        """Whether its next tokens are the first here, and it is a leg or drafted for."""
+        follows = drafts or self.role == "prefill"
+        return self.times.committed_at is not None or (follows and self.num_output == 0)
 
     @property
     def is_prefilling(self) -> bool:

@@ -74,7 +74,7 @@ class StepRunner:
         self.limits, self.emit, self.metrics, self.clock = limits, emit, metrics, clock
         self.adaptive: AdaptiveDrafts | None = None  # None: all get the most drafts
         self.deferred: DeferredRows | None = None  # None: the drafter computes every row at once
-        # Called if `emit` got the first token of a request that is drafted for, or that a decode leg computed.
+        # Called if `emit` got the first token of a request that is drafted for, or of a leg.
         self.after_first: Callable[[], None] = lambda: None
         # A drafter that reads only tokens computes a prompt's missing entries later, in separate rows.
         self.drafts_from_tokens = {rules.module for rules in self.cache.rules.values()} - {0} == {None}

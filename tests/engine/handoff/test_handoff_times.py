@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from baton.engine.core import EngineCore
+from baton.engine.request import Request
 from baton.sampling_params import SamplingParams
 from baton.wire import LegTimings, TokenChunk
 from testkit.engines import Mode, Stream, pair
@@ -38,19 +40,31 @@ def _timings(stream: Stream) -> LegTimings:
     return told
 
 
-def test_a_decode_engine_gives_way_after_its_first_step_alone(tmp_path: Path) -> None:
-    """So that the loop sends its first tokens before the next step is planned. P goes on: D waits for it."""
+def test_both_engines_give_way_after_their_first_step_alone(tmp_path: Path) -> None:
+    """P before D may begin, whose step would take the cores from P's loop, and D before its next step is planned."""
     order: list[object] = []
     with pair(tmp_path, speculative_config=None) as two:
-        for side in (two.prefill, two.decode):
-            side.core.steps.after_first = lambda: order.append("gives way")
-        emit = two.decode.core.steps.emit
-
-        def noted(chunk: TokenChunk, last: bool) -> None:
-            order.append(chunk.position)
-            emit(chunk, last)
-
-        two.decode.core.steps.emit = noted
+        for side, name in ((two.prefill, "P"), (two.decode, "D")):
+            _note(side.core, name, order)
         _, rest = two.legs("one", [1, 2, 3], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True), "push")
         two.step_until(lambda: rest.ended)
-    assert order == [0, "gives way", 2, 3], "the first chunk has the first token too"
+    on_p = ["P sends 0", "P gives way", "P declares"]
+    assert order == [*on_p, "D sends 0", "D gives way", "D sends 2", "D sends 3"], "D's first chunk has two tokens"
+
+
+def _note(core: EngineCore, name: str, order: list[object]) -> None:
+    steps, legs = core.steps, core.legs
+    assert legs is not None
+    emit, declare = steps.emit, legs.declare
+
+    def noted(chunk: TokenChunk, last: bool) -> None:
+        if chunk.token_ids:
+            order.append(f"{name} sends {chunk.position}")
+        emit(chunk, last)
+
+    def declared(request: Request) -> None:
+        order.append(f"{name} declares")
+        declare(request)
+
+    steps.emit, steps.after_first = noted, lambda: order.append(f"{name} gives way")
+    legs.declare = declared  # type: ignore[method-assign]
