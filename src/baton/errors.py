@@ -83,7 +83,7 @@ class LegRefusedError(EngineUnavailableError):
 
 
 class DrainingError(EngineUnavailableError):
-    """A server is about to end. Running requests may complete; new ones are refused."""
+    """A server is about to end, and refuses new requests."""
 
 
 class ShortageError(EngineUnavailableError):

@@ -40,7 +40,6 @@ def check_salt(salt: object) -> str | None:
 
 
 def allows_recovery(recovery: Recovery, rung: Recovery) -> bool:
-    """Each value allows itself and all earlier ones of `RECOVERIES`."""
     return RECOVERIES.index(recovery) >= RECOVERIES.index(rung)
 
 
@@ -63,10 +62,9 @@ class HandoffParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Marks a leg of a handoff, or a request that an engine of a deployment computes `alone`. For `alone` the `ticket`
     names the engine as both P and D.
 
-    `prefix_len`: only cached KV moves, from the engine with role `prefill` into the prefix cache of the one with role
-    `decode`, and nothing is computed. The first sends at most this many tokens of the prompt, and reports with its
-    first chunk how many it holds; the second takes so many. Less than the prompt's length. None: a
-    leg of a request.
+    `prefix_len`: only cached KV moves (docs/protocol.md, "Prefixes"), from the engine with role `prefill` to that with
+    role `decode`. The first sends at most this many tokens of the prompt, and reports with its first chunk how many it
+    holds; the second takes so many. Less than the prompt's length. None: a leg of a request.
 
     `window_start`: for the second, the first chunk's `window_start`. `prefix_multiple`: for the first: the prefix ends
     at a multiple of it.
@@ -125,8 +123,7 @@ class LegTimings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     - `started`: its first forward began. `sampled`: the first token came from it. `chunks`: of each forward over the
       prompt, its beginning and how many tokens it computed.
-    - Decode legs: `announced` to P, `admitted` by P, `registered` (D gave P its pages), `first_bytes` and `last_bytes`
-      (the first and last copy ended), `committed`.
+    - The others: events of a decode leg's handoff (docs/traces.md).
     """
 
     started: float | None = None
@@ -177,7 +174,6 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     recoverable: bool = False
 
     def only_adds_tokens(self) -> bool:
-        """No end, logprobs, queue time or failed handoff."""
         if self.finish_reason is not None or self.queued_s is not None or self.handoff_error is not None:
             return False
         return self.logprobs is None and self.prompt_logprobs is None

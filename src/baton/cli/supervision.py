@@ -1,7 +1,4 @@
-"""Restarts processes of a deployment that end by themselves, after growing pauses.
-
-The router continues or fails an ended engine's requests, and uses the new process at the same address once it answers.
-"""
+"""Restarts processes of a deployment that end by themselves, after growing pauses."""
 
 from __future__ import annotations
 

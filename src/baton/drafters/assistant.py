@@ -1,8 +1,7 @@
 """Gemma 4's assistant (Google, 2026): a few Gemma 4 layers without keys and values, as in transformers
 (docs/drafters.md).
 
-Each layer attends to the target's last layer of its kind. All drafts of a round have the last known token's position
-and see the keys before it, with a window the last `sliding_window` + 1.
+Each layer attends to the target's last layer of its kind.
 """
 
 from __future__ import annotations

@@ -144,5 +144,4 @@ def reads_of(drafter: Drafter | None) -> Sequence[TargetRead]:
 
 
 def num_modules(drafter: Drafter | None) -> int:
-    """1 for other drafters and without a drafter."""
     return max((module or 1 for module in drafter.kv_modules), default=1) if drafter is not None else 1

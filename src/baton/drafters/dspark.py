@@ -27,8 +27,6 @@ class MarkovHead(nn.Module):
 
 
 class DSpark(DFlash):
-    """`DFlash` whose drafts are chosen one after the other, each with the bias of the one before."""
-
     num_known_rows = 0
     unused = frozenset({"t2d", "confidence_head.proj.weight", "confidence_head.proj.bias"})
 

@@ -183,7 +183,6 @@ def fill_drafter(
 
 
 def canonical_tensor_name(name: str) -> str:
-    """The name without a `model.` prefix, and with `midlayer` as layer 0."""
     name = name.removeprefix("model.")
     return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 

@@ -1,4 +1,4 @@
-"""The drafting methods and their classes. A new method is one file and one line here.
+"""The drafting methods and their classes.
 
 Apart from `registry`, so that settings can be checked before PyTorch is imported.
 """

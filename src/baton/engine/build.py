@@ -58,9 +58,7 @@ PAGE_LAYOUT = "block-major 1"
 
 @dataclass(slots=True)
 class Engine:
-    """`agents` and `transports`: of its ranks; empty without handoffs. `grammars`: None without a tokenizer or an end
-    token.
-    """
+    """`agents` and `transports`: of its ranks; empty without handoffs. `grammars`: as `Loaded`."""
 
     info: EngineInfo
     core: EngineCore

@@ -268,7 +268,6 @@ class EngineCore:
                 self.finish(request, "error", f"queue_timeout: no room within {self.queue_timeout_s:g} s")
 
     def _finalise(self, scheduled: Sequence[ScheduledRows], draft_rows: Sequence[DraftRows]) -> None:
-        """After target and drafter."""
         for drafted in draft_rows:
             drafted.request.num_drafted = drafted.stop
             self.cache.accept(drafted.request.kv, 0, drafted.stop, "draft")

@@ -77,7 +77,6 @@ class LocalExecutor:
         self.runner = runner
         self.spec = runner.spec
         self._output: TargetOutput | None = None
-        # The target's output by step number.
         self._outputs: dict[int, TargetOutput] = {}
 
     def execute(self, plan: StepPlan, written: Written | None = None) -> StepResult:

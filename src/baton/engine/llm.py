@@ -42,9 +42,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """All samples of one prompt. `prompt`: if it came as text. `prompt_logprobs`: per prompt token, None for the
-    first.
-    """
+    """All samples of one prompt. `prompt`: if it came as text. `prompt_logprobs`: as `TokenChunk`."""
 
     request_id: str
     prompt: str | None

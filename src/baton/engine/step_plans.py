@@ -118,8 +118,8 @@ class TokenValues:
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Tokens allowed in some rows. `row`, ascending, indexes the rows of a `Sampling`. `bits` uint8 [rows, bytes]: one
-    bit per token id, lowest bit first, for at least the vocabulary."""
+    """Tokens allowed in some rows. `row`: as `TokenValues`. `bits` uint8 [rows, bytes]: one bit per token id, lowest
+    bit first, for at least the vocabulary."""
 
     row: IntArray
     bits: npt.NDArray[np.uint8]

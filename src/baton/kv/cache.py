@@ -143,10 +143,7 @@ class KVCache:
     def _take(
         self, tables: BlockTables, found: Mapping[str, PrefixHit], hits: Mapping[str, int], num_tokens: int
     ) -> bool:
-        """Share the hits' whole pages, copy partly hit ones, and allocate the rest, for all groups or for none.
-
-        A checkpoint is copied like a partly hit page or, if no slot is left, becomes the request's own state.
-        """
+        """Share the hits' whole pages, copy partly hit ones, and allocate the rest, for all groups or for none."""
         counts: dict[str, tuple[int, list[int], int]] = {}
         taken_over: set[str] = set()
         for name, pool in self.pools.items():

@@ -1,7 +1,5 @@
 """Token intervals, and the rules of each group kind: which entries are final, wanted, and still needed.
 
-Lookahead slots are in no interval, so they cannot be sent.
-
 `module` determines which tokens entry i of a group depends on:
 
 - 0, the target: x_0..x_i. An entry is final once it is computed.
@@ -57,7 +55,6 @@ class Interval(msgspec.Struct, frozen=True, array_like=True, order=True):
         return self.start == self.stop
 
     def covers(self, other: Interval) -> bool:
-        """An empty `other` is always covered."""
         return other.empty or (self.start <= other.start and other.stop <= self.stop)
 
     def after(self, position: int) -> Interval:
@@ -104,10 +101,8 @@ class Rules:
         return self.module or 0
 
     def wanted(self, n: int, hit: int) -> Interval:
-        """The entries that D must receive for `n` tokens when it holds the first `hit` entries.
-
-        Entries that depend on the first output token always move, whatever the hit. A sliding window needs only what
-        the next query attends to. A state moves whole or not at all.
+        """The entries that D must receive for `n` tokens when it holds the first `hit` entries (docs/lifecycle.md,
+        "Bytes of a handoff").
 
         Raises `ProtocolError`.
         """

@@ -30,7 +30,7 @@ class SharedPrefix:
 
 
 def prefix_multiple(cache: KVCache) -> int:
-    """Prefixes that come from another engine must end at multiples of this many tokens."""
+    """As `EngineInfo.prefix_multiple`."""
     has_states = any(isinstance(pool, StatePool) for pool in cache.pools.values())
     return cache.whole_pages if has_states else 1
 
@@ -70,8 +70,7 @@ class _Part:
 def attach_prefix(
     cache: KVCache, tables: BlockTables, tokens: Sequence[int], prefix: SharedPrefix
 ) -> Destination | None:
-    """Give `tables` the cached pages of a prefix, and exclusive ones for what is missing: only whole pages, and a state
-    only at a checkpoint. Of a window it wants what a request needs that starts where all groups have whole pages.
+    """Give `tables` the cached pages of a prefix, and exclusive ones for what is missing.
 
     Requests come first: a prefix takes at most half of the pages that are free or evictable. Returns None, without
     changes, if that is too little, if the prefix ends where this engine has no checkpoint, or if the source lacks a

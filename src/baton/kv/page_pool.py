@@ -16,8 +16,8 @@ from baton.errors import CapacityError
 from baton.kv.extents import Extents
 from baton.kv.prefix import Chain, chain_hash, page_identity
 
-# 1 / this of the pool is evicted in advance. One by one, the tails of the oldest requests would go: prompts of 32 to
-# 128 pages in a pool of 2,000 would need 61 runs instead of 6.
+# 1 / this of the pool is evicted in advance. Pages evicted one by one would be scattered (docs/performance.md,
+# "Fragmentation").
 EVICT_AHEAD = 50
 
 

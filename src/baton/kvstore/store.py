@@ -3,8 +3,8 @@
 An entry is one safetensors file of named uint8 tensors and strings. Its key is 32 hex digits: the digest of its
 content, or a name of it, such as `content_key(context, token_ids)`.
 
-An entry appears atomically, but a power failure may truncate it; entries used in the last `KEEP_S` seconds are not
-evicted (docs/transports.md). Whoever can write there can forge an entry under a name, but not under a digest.
+An entry appears atomically, but a power failure may truncate it (docs/transports.md). Whoever can write there can forge
+an entry under a name, but not under a digest.
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ def layer_windows(raw: RawConfig, num_layers: int) -> tuple[int | None, ...]:
 
 
 def sliding_layers(types: object, num_layers: int) -> tuple[bool, ...]:
-    """Layers with a window, from `layer_types`. Raises `CheckpointError` for other types."""
+    """Layers with a window, from `layer_types`."""
     known = ("full_attention", "sliding_attention")
     if not isinstance(types, list) or len(types) != num_layers or any(kind not in known for kind in types):
         raise CheckpointError(f"config.json: layer_types must be {num_layers} of {' or '.join(known)}, got {types!r}")

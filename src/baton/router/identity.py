@@ -19,9 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class PoolIdentity:
-    """The first request binds the pool to the current model. Until `clear`, an engine is refused if it differs in a
-    fact that decides tokens, or has a shorter context.
-    """
+    """The first request binds the pool to the current model, until `clear` (docs/router.md, "Engines must agree")."""
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ Memory is addressed by (region index, offset). Rules, which `baton.testing.check
 - An operation that has ended, done or failed, reads and writes nothing more. The pages of a pending operation may be
   reused only once the peer is fenced.
 - Every run is checked against both regions before the first byte moves.
-- No call waits for a peer, so one thread can serve many peers, even if one hangs.
+- No call waits for a peer.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def finish_future(future: Future[Peer], make: Callable[[], Peer]) -> None:
 
 
 def check_regions(regions: Sequence[Region]) -> list[ByteArray]:
-    """Raises `TransportError` unless all are flat, writable uint8 arrays in host memory."""
+    """Raises `TransportError`."""
     checked = []
     for region in regions:
         if isinstance(region, DeviceMemory):

@@ -97,8 +97,6 @@ class _FaultyOperation(Operation):
 
 
 class FaultyTransport:
-    """Passes every call to another transport, and breaks some copies."""
-
     def __init__(self, inner: Transport, spec: FaultSpec) -> None:
         self._inner = inner
         self._spec = spec

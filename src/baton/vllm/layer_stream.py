@@ -1,7 +1,6 @@
 """Streaming by layer: the agent copies written layers while the forward computes later ones.
 
-Layers are reported in order, up to the first for which vLLM has not called the connector; a drafter's only if it runs
-once. The rest become final with the step, as do states. Reports wait for `MIN_BYTES`, or half at a last layer.
+docs/reference/vllm-design.md says which layers, and in which units.
 """
 
 from __future__ import annotations

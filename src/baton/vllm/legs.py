@@ -97,8 +97,8 @@ DECODE_LEG = Table("vLLM's decode leg", {"park": {_D.ANNOUNCED: _D.PARKED}, "pla
 @dataclass(slots=True, eq=False)
 class WorkerPrefill:
     """`blocks` and `end` change as in `BLOCKS` and `PREFILL_END`. `next_token`: the one that D computes, None if it is
-    handed over too. `seeded`: D gets the token sampled here. `final`: as last declared to the agent. `held`: vLLM keeps
-    the finished request's blocks until they are reported free."""
+    handed over too. `seeded`: as `SchedulerPrefill`. `final`: as last declared to the agent. `held`: vLLM keeps the
+    finished request's blocks until they are reported free."""
 
     request_id: str
     num_tokens: int

@@ -1,7 +1,4 @@
-"""Which vLLM is supported, and for what.
-
-0.32 is tested in full, 0.30 and 0.31 by a smoke test, 0.33 without a model (`docs/vllm.md`). Others are refused.
-"""
+"""Which vLLM is supported, and for what (docs/vllm.md). Others are refused."""
 
 from __future__ import annotations
 

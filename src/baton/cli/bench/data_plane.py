@@ -21,7 +21,7 @@ _SHAPE = "Of the modelled target: "
 
 @dataclass(frozen=True, slots=True)
 class KVOptions:
-    """The KV of a target, and of a drafter with one such layer."""
+    """As `ModelledKV`."""
 
     num_layers: Annotated[int, typer.Option(min=1, help=_SHAPE + "layers.")] = 16
     num_kv_heads: Annotated[int, typer.Option(min=1, help=_SHAPE + "heads of K and V.")] = 8

@@ -20,8 +20,7 @@ from baton.models.layer_cache import Recurrence, ScanRows
 
 @dataclass(frozen=True)
 class StateBatch:
-    """The rows of a forward for one state group: those of request r are query_start[r] .. query_start[r + 1] (int32 [R
-    + 1])."""
+    """The rows of a forward for one state group. `query_start`: as `ScanRows`."""
 
     query_start: np.ndarray
     slots: StateSlots

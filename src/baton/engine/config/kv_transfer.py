@@ -15,11 +15,7 @@ from baton.transports.registry import parse_uri, read_options
 
 @dataclass(frozen=True, slots=True)
 class KVTransferConfig:
-    """`--kv-transfer-config`: the transport (a name or a URI) and bind address of the control socket.
-
-    `handoff_timeout_s`: from when both engines have pages. `prefix_store` (`file:///DIRECTORY?max_bytes=N`): keeps
-    prompts' KV for the model's engines.
-    """
+    """`--kv-transfer-config`: docs/transports.md explains each field."""
 
     kv_transport: str = "shm"
     control_bind: str = "tcp://127.0.0.1:*"

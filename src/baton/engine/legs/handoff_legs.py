@@ -315,7 +315,7 @@ class HandoffLegs:
         leg.quarantined = self.scheduler.quarantine(leg.request, leg.wanted)
 
     def _leave_quarantine(self, leg: Leg) -> None:
-        """The pages are quiet. Those with proven bytes enter the prefix cache, for recomputation."""
+        """As `KVCache.leave_quarantine`."""
         if leg.quarantined is not None:
             self.cache.leave_quarantine(leg.quarantined, leg.request.token_ids, leg.proven)
             leg.quarantined = None

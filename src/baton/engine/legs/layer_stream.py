@@ -1,6 +1,4 @@
-"""KV streaming within a forward: the agent copies written layers while later ones and the LM head run. States,
-drafters' entries and short chunks are sent after the step.
-"""
+"""KV streaming within a forward: the agent copies written layers while later ones and the LM head run."""
 
 from __future__ import annotations
 

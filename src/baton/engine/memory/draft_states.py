@@ -1,7 +1,4 @@
-"""Slots that the forwards of a drafter with states read and write (docs/drafters.md, "Draft models with states").
-
-A state after a draft, in a scratch slot, serves only the next draft: nothing is rolled back.
-"""
+"""Slots that the forwards of a drafter with states read and write (docs/drafters.md, "Draft models with states")."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Presents the agents of all ranks of an engine as one agent (docs/protocol.md, "Many ranks").
-
-If ranks are apart, each process has only its own rank's pairs, and the one with rank 0 of the other side leads.
-"""
+"""Presents the agents of all ranks of an engine as one agent (docs/protocol.md, "Many ranks")."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ class _Leg:
 
 class InstanceAgent(Agent):
     """`bind` sets the agents. If ranks are apart, only that of `instance.rank`, and a request ends when that rank's
-    pairs have ended. With one rank on both sides, calls and events pass through.
+    pairs have ended.
     """
 
     def __init__(self, instance: Instance, on_event: Callable[[ev.HandoffEvent], None]) -> None:

@@ -35,9 +35,7 @@ OnPeer = Callable[[AttemptKey, Instance], None]
 
 
 class MachineRunner:
-    """With integrity on, `digester` and `worker` are required. `on_peer` is called with the peer's instance for each
-    attempt where either engine has several ranks.
-    """
+    """`on_peer` is called with the peer's instance for each attempt where either engine has several ranks."""
 
     def __init__(
         self,

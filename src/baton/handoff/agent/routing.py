@@ -19,8 +19,8 @@ log.addFilter(LogLimit())
 
 
 class Routing:
-    """An engine that this rank dialled is a prefill engine, so its messages are for `decode`; an engine that dialled
-    this rank is a decode engine, so its messages are for `prefill`."""
+    """Messages of engines that this rank dialled, prefill engines, are for `decode`; those of engines that dialled it
+    are for `prefill`."""
 
     def __init__(self, runner: MachineRunner) -> None:
         self._runner, self._sessions = runner, runner.sessions

@@ -1,8 +1,7 @@
 """D's state machine for one attempt. Pure: events in, actions out. docs/protocol.md has its phases, and when pages are
 freed.
 
-COMMIT (push), or CONFIRM after D's reads (pull), commits the attempt, never a timeout. A COMMIT before REGISTER proves
-nothing, because P may still get the REGISTER.
+A COMMIT before REGISTER proves nothing, because P may still get the REGISTER.
 """
 
 from __future__ import annotations

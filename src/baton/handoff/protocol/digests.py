@@ -1,7 +1,6 @@
 """Digests of KV: D checks with them that its pages hold what P's held (docs/protocol.md, "Retry and repair").
 
-A digest covers one plane of one layer of at most `PIECE_TOKENS` tokens of one group, cut at absolute multiples of that
-number.
+A digest covers one plane of one layer of one piece.
 """
 
 from __future__ import annotations

@@ -52,8 +52,7 @@ Pair = tuple[int, int]  # (source rank, destination rank)
 class AttemptKey(msgspec.Struct, frozen=True, array_like=True):
     """Identity of one attempt to hand over one request: nothing else is matched.
 
-    `transfer_id`: 128 random bits from the router. The incarnations exclude messages from a restarted engine. Each pair
-    of ranks is its own attempt; pair (0, 0) has the key of the whole.
+    docs/protocol.md ("Terms") explains its parts. Pair (0, 0) has the key of the whole.
     """
 
     transfer_id: TransferId
@@ -140,7 +139,7 @@ class Bye(ControlMessage, frozen=True, tag="BYE"):
 class Renew(ControlMessage, frozen=True, tag="RENEW"):
     """The sender counts as alive for `lease` seconds after this arrives.
 
-    The receiver returns `nonce` with `echo` set. `stalled`: the agent lives but its engine hangs.
+    The receiver returns `nonce` with `echo` set. `stalled`: its engine hangs.
     """
 
     lease: Annotated[float, Meta(gt=0, le=MAX_LEASE_S)]
@@ -154,13 +153,13 @@ class AttemptMessage(ControlMessage, frozen=True):
 
 
 class Announce(AttemptMessage, frozen=True, tag="ANNOUNCE"):
-    """D to P: D has this leg, and will register it once P has admitted it."""
+    """D to P: D has this leg but no pages for it yet."""
 
     ticket: TicketText
 
 
 class Admitted(AttemptMessage, frozen=True, tag="ADMITTED"):
-    """P to D: P has pages for the whole prompt; its prefill waits for nothing else."""
+    """P to D: P has pages for the whole prompt."""
 
 
 class Register(AttemptMessage, frozen=True, tag="REGISTER"):
@@ -188,7 +187,7 @@ class ReadDone(AttemptMessage, frozen=True, tag="READ_DONE"):
 
 
 class Confirm(AttemptMessage, frozen=True, tag="CONFIRM"):
-    """P to D, pull: the pages belonged to this attempt until READ_DONE arrived, so the data read is valid."""
+    """P to D, pull: the pages belonged to this attempt until READ_DONE arrived."""
 
     seeds: Seeds
     seeds_digest: SeedsDigest = b""
@@ -204,10 +203,10 @@ class Progress(AttemptMessage, frozen=True, tag="PROGRESS"):
 
 
 class Commit(AttemptMessage, frozen=True, tag="COMMIT"):
-    """P to D, push: every copy is done and visible. `final` as in READY; the counts are for metrics.
+    """P to D, push: every copy is done and visible. `final` as in READY.
 
-    `round`: REPAIRs that P has carried out; D accepts only the round that it waits for. `copied`: how many seconds
-    before this message the first and last copy ended.
+    `round`: REPAIRs that P has carried out. `copied`: how many seconds before this message the first and last copy
+    ended.
     """
 
     final: Annotated[dict[Name, Position], Meta(max_length=MAX_GROUPS)]
@@ -221,10 +220,7 @@ class Commit(AttemptMessage, frozen=True, tag="COMMIT"):
 
 
 class Repair(AttemptMessage, frozen=True, tag="REPAIR"):
-    """D to P, push: these tokens, in order, did not match their digests. If `bad` is empty, the seeds did not.
-
-    P copies them again and sends a COMMIT of this `round`.
-    """
+    """D to P, push: these tokens, in order, did not match their digests. If `bad` is empty, the seeds did not."""
 
     round: Annotated[int, Meta(ge=1, le=MAX_ROUNDS)]
     bad: Annotated[dict[Name, BadIntervals], Meta(max_length=MAX_GROUPS)]

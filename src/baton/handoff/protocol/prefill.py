@@ -1,5 +1,5 @@
 """P's state machine for one attempt. Pure: events in, actions out. docs/protocol.md has its phases, and when pages are
-freed: in pull on ACK, CANCELLED, or proof that D can read no more, never at a deadline.
+freed.
 """
 
 from __future__ import annotations

@@ -16,24 +16,21 @@ DEFAULT_HANDOFF_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Timers:
-    """Durations in seconds. None of them frees memory.
+    """Durations in seconds (docs/protocol.md, "Liveness"). None of them frees memory.
 
     Raises `ConfigError`.
     """
 
-    # An unanswered message is repeated after `round_trips` round trips, within [`retry_min`, `retry`], then after twice
-    # as long each time.
     retry: float = 1.0
     retry_min: float = 0.05
     round_trips: float = 8.0
-    check: float = 0.1  # between checks of deadlines, leases and whether peers live
-    renew: float = 1.0  # between two RENEWs
-    # A peer that is silent for its announced lease is evicted.
+    check: float = 0.1
+    renew: float = 1.0
     lease: float = 5.0
-    handoff: float = DEFAULT_HANDOFF_TIMEOUT_S  # limit of a handoff, from REGISTER
-    close: float = 5.0  # longest wait for copies when closing
-    hang: float = 30.0  # an agent whose thread completes no loop for so long is lost
-    idle: float = 300.0  # D ends a session that has had no attempt for so long
+    handoff: float = DEFAULT_HANDOFF_TIMEOUT_S
+    close: float = 5.0
+    hang: float = 30.0
+    idle: float = 300.0
 
     def __post_init__(self) -> None:
         if (

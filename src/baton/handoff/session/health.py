@@ -13,7 +13,7 @@ class Health:
     """Counts repaired handoffs in a row by peer. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._repaired: dict[tuple[str, int], int] = {}  # repaired handoffs in a row, by process and rank
+        self._repaired: dict[tuple[str, int], int] = {}  # by process and rank
 
     def note(self, event: HandoffEvent, repaired: bool) -> None:
         failed = isinstance(event, DecodeFailed) and event.reason == "integrity_failed"

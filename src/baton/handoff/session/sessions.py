@@ -237,7 +237,7 @@ class Sessions:
         return self.clock.monotonic() < session.until
 
     def restart_leases(self, now: float) -> None:
-        """This process was paused, so it cannot tell which peers were silent: restart all leases."""
+        """This process was paused, so it cannot tell which peers were silent."""
         for session in self._all():
             session.last_heard = now
 

@@ -1,8 +1,4 @@
-"""Control connections of one rank over ZeroMQ (docs/protocol.md, "Channel").
-
-Each rank binds one ROUTER. D dials P's ROUTER with a DEALER; both directions use this connection, and CURVE
-authenticates both ends.
-"""
+"""Control connections of one rank over ZeroMQ (docs/protocol.md, "Channel")."""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ from baton.models.layers.linear import Build
 from baton.models.layers.moe import feed_forward
 from baton.models.layers.specs import MoESpec
 
-# The layers of an expert, as checkpoints name them.
 _LAYERS = {".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
 
 

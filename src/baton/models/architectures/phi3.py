@@ -21,7 +21,6 @@ class Phi3(CausalLM):
         return ModelConfig(**fields)
 
     def unpack(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """Split joined q, k and v, and joined gate and up."""
         config, (owner, _, kind) = self.config, name.rpartition(".")
         place, _, layer = owner.rpartition(".")
         kv_size = config.num_kv_heads * config.head_dim

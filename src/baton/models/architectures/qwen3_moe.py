@@ -34,7 +34,6 @@ class Qwen3Moe(CausalLM):
 
 
 def moe_layers(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
-    """Every `decoder_sparse_step`th layer has experts, except those in `mlp_only_layers`."""
     step, dense = get_int(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
         raise CheckpointError(f"config.json: mlp_only_layers is {dense!r}, expected a list of layer ids")

@@ -52,7 +52,6 @@ class CompressedSpec:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The planes of entries, and their sizes."""
         return {ENTRY: self.head_dim, **({INDEX: self.index.head_dim} if self.index is not None else {})}
 
     @property

@@ -19,7 +19,7 @@ from baton.models.loading.tensor_names import layer_index
 
 
 class Deepseek(CausalLM):
-    """A model with latent attention. MTP modules, stored as layers after the last, are not loaded."""
+    """A model with latent attention. MTP modules are not loaded."""
 
     def kv_layer(self, config: ModelConfig, layer_id: int) -> LayerSpec:
         assert config.latent is not None
@@ -83,7 +83,6 @@ def sigmoid_experts(raw: RawConfig, num_layers: int) -> MoESpec:
 
 
 def expert_layers(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
-    """Layers with experts: every `moe_layer_freq`th from `first_k_dense_replace` on, counted from layer 0."""
     first = get_int(raw, "first_k_dense_replace", 0, minimum=0)
     step = get_int(raw, "moe_layer_freq", 1)
     return tuple(layer >= first and layer % step == 0 for layer in range(num_layers))

@@ -37,8 +37,6 @@ class Mix:
 
 
 class HyperConnection(nn.Module):
-    """Reads the streams for a block, and adds the block's output to them."""
-
     def __init__(self, spec: StreamSpec, hidden: int, build: Build) -> None:
         super().__init__()
         wide = replace(build, dtype=torch.float32, quantization=None)

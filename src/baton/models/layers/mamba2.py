@@ -168,7 +168,6 @@ class Mamba2(nn.Module):
         return out
 
     def _parameters32(self) -> tuple[Tensor, ...]:
-        """-exp(A_log), dt_bias and D [H]."""
         if self._wide is None:
             self._wide = -self.A_log.float().exp(), self.dt_bias.float(), self.D.float()
         return self._wide

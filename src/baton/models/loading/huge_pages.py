@@ -14,7 +14,6 @@ LEAST_BYTES = 32 << 20
 
 
 def use_huge_pages(modules: Iterable[object], least_bytes: int = LEAST_BYTES) -> None:
-    """Move the packed weights of these modules into huge pages."""
     linears = {
         layer
         for module in modules

@@ -1,4 +1,4 @@
-"""The spans of one request: the request, its legs, the engines' work for them, the handoff, and recoveries.
+"""The spans of one request: the request, its legs, the engines' work for them, the handoff, and recoveries
 (docs/traces.md). A span is exported when it ends.
 """
 

@@ -46,7 +46,7 @@ class Caller(msgspec.Struct):
 
     @property
     def tenant(self) -> str:
-        """With API keys each key is a tenant; else a header, which a proxy must set or strip, names it."""
+        """See docs/router.md ("Queues")."""
         return self.claimed if self.key is None else f"key-{self.key}"
 
     def fields(self) -> dict[str, object]:

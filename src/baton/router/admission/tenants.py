@@ -19,8 +19,8 @@ ANY = "*"
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One tenant's share and limits (docs/router.md, "Queues"). `max_running`, `max_queued` None:
-    unlimited. `priority`: the best class that it may ask for; lower runs first, as in vLLM.
+    """One tenant's share and limits (docs/router.md, "Queues"). `max_running`, `max_queued` None: unlimited.
+    `priority`: the best class that it may ask for.
     """
 
     weight: float = 1.0

@@ -30,7 +30,7 @@ from baton.wire import GenerateRequest, Recovery, allows_recovery
 
 logger = logging.getLogger(__name__)
 
-# Attempts in a row without a new token. They are few, since a request may crash every engine.
+# Without a new token. Few, since a request may crash every engine.
 MAX_ATTEMPTS = 3
 OnRecovery = Callable[[str, Recovery, LegFailed], None]  # request id, rung, failure
 
@@ -39,8 +39,7 @@ class AttemptRecovery:
     """Prepares a request's next attempt in its `RequestProgress`, or ends it, as far as `allowed` goes. `counts`:
     recoveries by rung.
 
-    If two engines sample different tokens, the client keeps the one it has. At a near-tie (at most `near_tie` nats) the
-    decode engine continues from there; otherwise the request fails.
+    `near_tie`: in nats (docs/router.md, "First tokens over vLLM").
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The router's connectors, one module and one entry of `CONNECTORS` per kind of handoff."""
+"""The router's connectors, one per kind of handoff."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""vLLM servers with `BatonConnector` (docs/vllm.md).
-
-Both legs begin at once with the same prompt; with `seed_first_token` in sequence, and nothing is sampled twice.
-"""
+"""vLLM servers with `BatonConnector` (docs/vllm.md; docs/router.md has the order of the legs)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """vLLM servers with vLLM's own NIXL connectors.
 
 With `NixlConnector` the legs run in sequence: the decode server needs parameters from the prefill response. With
-`NixlPushConnector` both legs begin at once and are paired by request id. Neither server learns that the other gave up;
-blocks are freed when vLLM's lease expires.
+`NixlPushConnector` both legs begin at once and are paired by request id.
 """
 
 from __future__ import annotations

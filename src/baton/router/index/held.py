@@ -12,8 +12,6 @@ PROMISED_S = 5.0
 
 
 class HeldPrefixes:
-    """The held prefixes of one engine with KV events."""
-
     def __init__(self, index: BlockIndex, clock: Callable[[], float]) -> None:
         self.index = index
         self._promised = KnownPrefixes(1, 0, clock, PROMISED_S)

@@ -1,4 +1,4 @@
-"""The router's policies, one module and one entry of `POLICIES` each."""
+"""The router's policies."""
 
 from __future__ import annotations
 

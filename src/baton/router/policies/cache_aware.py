@@ -9,8 +9,6 @@ from baton.router.pooled_engine import PooledEngine
 
 
 class CacheAware(Policy):
-    """A busy engine that holds a prefix loses to an idle one."""
-
     name = "cache_aware"
     uses_prefixes = True
 

@@ -20,8 +20,6 @@ _KEY_BLOCKS = 8
 
 
 class ConsistentHash(Policy):
-    """The hashed key is the session, or else the beginning of the prompt."""
-
     name = "consistent_hash"
 
     def _pick(self, needs: EngineNeeds, among: Sequence[PooledEngine]) -> PooledEngine:

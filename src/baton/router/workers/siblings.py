@@ -1,7 +1,4 @@
-"""Requests between the processes of one router, over sockets in their user's private directory.
-
-The process that gets a request for `/metrics` or `/status` answers for all.
-"""
+"""Requests between the processes of one router, over sockets in their user's private directory."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ Peers on two GPUs need peer access.
 
 The caller of `submit` must have waited for the stream that wrote the source.
 
-Fence: the peer's orderly close, or its death, after which the GPU driver takes the process's channels off the device.
+Fence: as in docs/transports.md.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 Each allocation is a file in /dev/shm with mode 0600, named `baton-<pid>-<start time of the process>-<random>`. Names in
 a descriptor are matched strictly, so it cannot name other files.
 
-Fence: the peer's death, or the release of its lock on its segments at close. Peers that disconnect from a killed owner
-unlink its segments, as does the next transport that starts on the host. A peer that shrinks its files crashes this
-process.
+Fence: as in docs/transports.md. Peers that disconnect from a killed owner unlink its segments, as does the next
+transport that starts on the host. A peer that shrinks its files crashes this process.
 """
 
 from __future__ import annotations

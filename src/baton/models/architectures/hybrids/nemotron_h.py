@@ -105,7 +105,6 @@ class NemotronH(CausalLM):
         return replace(config, kinds=(config.mtp_kinds,) * num_modules)
 
     def unpack(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """Splits the parts of a Mamba-2 projection."""
         owner, _, kind = name.rpartition(".")
         place, _, layer = owner.rpartition(".")
         parts = stored_parts(cast(NemotronConfig, self.config).mamba).get(layer)
