@@ -8,7 +8,7 @@ import numba
 import numpy as np
 import pytest
 
-from baton.kernels.cpu.attention_tile import ROW_BLOCK
+from baton.kernels.cpu.attention.online_softmax import ROW_BLOCK
 from baton.kernels.cpu.scan_steps import recall, update, update_fused
 from baton.kernels.cpu.simd import CHUNKS, LANES, chunks_at_once, products
 from baton.kernels.cpu.transposes import transpose

@@ -1,4 +1,4 @@
-"""Absorbed latent attention on the CPU, in place: see `latent_attention`."""
+"""Absorbed latent attention on the CPU, in place: see `kernels.cpu.attention.latent`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baton.engine.attention.base import AttnBatch
 from baton.engine.attention.paged_cpu import BatchAddresses
-from baton.kernels.cpu.latent_attention import ATTEND, FAULT
+from baton.kernels.cpu.attention.latent import ATTEND, FAULT
 from baton.kernels.cpu.omp import arguments, float_bits, threads_for
 from baton.models.layer_cache import slot_error
 

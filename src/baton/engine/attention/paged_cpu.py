@@ -1,4 +1,4 @@
-"""Paged attention on the CPU, in place: see `paged_attention`."""
+"""Paged attention on the CPU, in place: see `kernels.cpu.attention.paged`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from baton.engine.attention.base import AttnBatch
 from baton.errors import ConfigError
+from baton.kernels.cpu.attention.paged import ATTEND, FAULT, WRITE
 from baton.kernels.cpu.omp import arguments, float_bits, threads_for
-from baton.kernels.cpu.paged_attention import ATTEND, FAULT, WRITE
 from baton.kernels.cpu.tiles import may_use_tiles
 from baton.models.layer_cache import AttnRows, slot_error
 

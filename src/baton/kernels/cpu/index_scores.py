@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from baton.jit_cache import jit_contract
-from baton.kernels.cpu.attention_tile import F32_BYTES, ROW_BLOCK, TILE, multiply
+from baton.kernels.cpu.attention.online_softmax import F32_BYTES, ROW_BLOCK, TILE, multiply
 from baton.kernels.cpu.scalar import to_f32
 from baton.kernels.cpu.simd import LANES
 from baton.kernels.cpu.transposes import transpose

@@ -8,6 +8,8 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
 from baton.jit_cache import jit_inline
+from baton.kernels.cpu.attention.paged import attend_pieces, write_row
+from baton.kernels.cpu.attention.pages import are_valid_slots, page_of
 from baton.kernels.cpu.elementwise import norm_row, rotate_row
 from baton.kernels.cpu.fused.fields import (
     ANGLES,
@@ -45,7 +47,6 @@ from baton.kernels.cpu.fused.fields import (
 from baton.kernels.cpu.fused.rows import BF16, ELEMENT_BYTES, ROWS_AT_ONCE, number_at
 from baton.kernels.cpu.fused.stages import STAGE_BYTES, finish, take_piece
 from baton.kernels.cpu.omp import float_of, pointer
-from baton.kernels.cpu.paged_attention import are_valid_slots, attend_pieces, page_of, write_row
 
 _ZERO = np.float32(0.0)
 

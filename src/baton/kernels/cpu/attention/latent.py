@@ -14,7 +14,14 @@ from numba import carray  # type: ignore[attr-defined]
 from numpy.lib.stride_tricks import as_strided
 
 from baton.jit_cache import jit
-from baton.kernels.cpu.attention_tile import F32_BYTES, MINUS_INFINITY, ROW_BLOCK, TILE, attend_tile, store_means
+from baton.kernels.cpu.attention.online_softmax import (
+    F32_BYTES,
+    MINUS_INFINITY,
+    ROW_BLOCK,
+    TILE,
+    attend_tile,
+    store_means,
+)
 from baton.kernels.cpu.omp import Kernel, float_of, pointer, take
 from baton.kernels.cpu.scalar import to_f32
 from baton.kernels.cpu.simd import LANES

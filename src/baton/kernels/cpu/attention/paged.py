@@ -1,6 +1,6 @@
 """CPU kernels of paged attention, batch-invariant.
 
-Tiles of 64 keys at ABSOLUTE positions go through `attention_tile`. For one row and head, the sequence of floating-point
+Tiles of 64 keys at ABSOLUTE positions go through `online_softmax`. For one row and head, the sequence of floating-point
 operations depends only on its position, its window and the head size.
 """
 
@@ -12,9 +12,8 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
 from baton.jit_cache import jit
-from baton.kernels.cpu.attention_tile import (
+from baton.kernels.cpu.attention.online_softmax import (
     F32_BYTES,
-    LINE,
     MINUS_INFINITY,
     ROW_BLOCK,
     TILE,
@@ -23,18 +22,19 @@ from baton.kernels.cpu.attention_tile import (
     store_means,
     take_queries,
 )
+from baton.kernels.cpu.attention.pages import LINE, are_valid_slots, find_keys, page_of, read_ahead
+from baton.kernels.cpu.attention.tiled import attend_in_tiles, scratch_for
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
 from baton.kernels.cpu.omp import Kernel, float_of, pointer, take
 from baton.kernels.cpu.scalar import to_f32
-from baton.kernels.cpu.simd import LANES, touch
-from baton.kernels.cpu.tile_attention import attend_in_tiles, attend_whole_tile, interleave
-from baton.kernels.cpu.tiles import HAS_TILES, TILE_ROWS, begin_tiles, end_tiles
+from baton.kernels.cpu.simd import LANES
+from baton.kernels.cpu.tiles import HAS_TILES, TILE_COLUMNS
 from baton.kernels.cpu.transposes import transpose, widen
 
-# Query vectors that share one load of a tile: they fit in a core's cache.
-_QUERY_VECTORS = 128
+# Query vectors that share one load of a tile: they fit in a core's cache. AMX takes more, if that leaves enough pieces.
+_QUERY_VECTORS, _MOST_QUERY_VECTORS, _MIN_PIECES = 128, 256, 16
 # Bytes read ahead at once, which a core's cache keeps until all heads have used them.
-_READ_AHEAD_BYTES = 1 << 18
+_BYTES_AHEAD = 1 << 18
 # With this many requests, threads share the work well without splitting a request's heads.
 _MIN_REQUESTS = 4
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
@@ -69,16 +69,6 @@ NUM_ARGUMENTS = 25
 
 
 @jit
-def page_of(kv: Any, position: Any, pages: Any) -> Any:
-    """The page of a position's slot; 0 for a bad one."""
-    column = position // kv.shape[3]
-    if column < 0 or column >= len(pages):
-        return 0
-    page = np.int64(pages[column])
-    return page if 0 < page < kv.shape[0] else 0
-
-
-@jit
 def write_row(kv: Any, layer: int, page: int, slot: int, k: Any, v: Any) -> None:
     """Store a row's keys and values [G * D or more]."""
     heads, size = kv.shape[4], kv.shape[5]
@@ -86,15 +76,6 @@ def write_row(kv: Any, layer: int, page: int, slot: int, k: Any, v: Any) -> None
         for d in range(size):
             kv[page, layer, 0, slot, h, d] = k[h * size + d]
             kv[page, layer, 1, slot, h, d] = v[h * size + d]
-
-
-@jit
-def are_valid_slots(kv: Any, positions: Any, query_start: Any, page_table: Any) -> bool:
-    for r in range(len(query_start) - 1):
-        for row in range(query_start[r], query_start[r + 1]):
-            if page_of(kv, positions[row], page_table[r]) == 0:
-                return False
-    return True
 
 
 @jit
@@ -111,46 +92,31 @@ def _write(kv: Any, layer: int, k: Any, v: Any, positions: Any, query_start: Any
 
 @jit
 def _load_tile(
-    kv: Any, layer: int, head: int, pages: Any, base: int, first: int, last: int, keys: Any, values: Any, packed: Any,
-    rows: Any, in_pairs: bool, widens: bool, packs: bool,
+    kv: Any, layer: int, head: int, pages: Any, base: int, first: int, last: int, keys: Any, values: Any, rows: Any,
+    in_pairs: bool,
 ) -> bool:  # fmt: skip
-    """Load tokens [first, last) of the tile at `base` as float32: keys [D, 64], transposed, and if it `widens` values
-    [64, D]. If it `packs` all 64, values are also `packed` [32, D, 2], in bfloat16.
+    """Load tokens [first, last) of the tile at `base` as float32: keys [D, 64], transposed, and values [64, D].
 
     `in_pairs`: keys stay bfloat16, [D / 2, 64, 2]. `rows` int64 [16] is scratch for addresses. Other lanes are
     undefined. Returns False for a bad page id.
     """
-    page_size, size = kv.shape[3], kv.shape[5]
-    whole = size - size % LANES
-    element, region = kv[0, 0, 0, 0, 0, 0], np.int64(kv.ctypes.data)
+    size, element = kv.shape[5], kv[0, 0, 0, 0, 0, 0]
+    whole, to_value = size - size % LANES, kv.strides[2]
     key_bytes, value_bytes = F32_BYTES * TILE, F32_BYTES * values.shape[1]
     values_at, keys_at, rows_at = np.int64(values.ctypes.data), np.int64(keys.ctypes.data), np.int64(rows.ctypes.data)
     for lane in range((first - base) // LANES * LANES, last - base, LANES):
-        # Lanes without a token repeat an existing one.
-        token = max(base + lane, first)
-        column = token // page_size
-        slot = token - column * page_size
+        if not find_keys(kv, layer, head, pages, base + lane, first, last, rows):
+            return False
         for j in range(LANES):
-            if first < base + lane + j < last and j > 0:
-                slot += 1
-                if slot == page_size:
-                    column, slot = column + 1, 0
-            page = np.int64(pages[column])
-            if page <= 0 or page >= kv.shape[0]:
-                return False
-            rows[j] = (
-                region + page * kv.strides[0] + layer * kv.strides[1] + slot * kv.strides[3] + head * kv.strides[4]
-            )
             at = values_at + (lane + j) * value_bytes
-            for d in range(0, whole if widens else 0, LANES):
-                widen(element, rows[j] + kv.strides[2] + d * kv.itemsize, at + d * F32_BYTES)
+            for d in range(0, whole, LANES):
+                widen(element, rows[j] + to_value + d * kv.itemsize, at + d * F32_BYTES)
+            key, value = (
+                carray(pointer(rows[j], element), (size,)),
+                carray(pointer(rows[j] + to_value, element), (size,)),
+            )
             for d in range(whole, size):
-                keys[d, lane + j] = to_f32(kv[page, layer, 0, slot, head, d])
-                values[lane + j, d] = to_f32(kv[page, layer, 1, slot, head, d])
-        if HAS_TILES:
-            for j in range(0, LANES if packs else 0, 2):
-                at = np.int64(packed.ctypes.data) + (lane + j) // 2 * F32_BYTES * size
-                interleave(rows[j] + kv.strides[2], rows[j + 1] + kv.strides[2], size, at)
+                keys[d, lane + j], values[lane + j, d] = to_f32(key[d]), to_f32(value[d])
         if in_pairs:
             for d in range(0, size // 2, LANES):
                 transpose(_ZERO, rows_at, d * F32_BYTES, keys_at + d * key_bytes + lane * F32_BYTES, key_bytes)
@@ -161,28 +127,9 @@ def _load_tile(
 
 
 @jit
-def _read_ahead(kv: Any, layer: int, head: int, num_heads: int, pages: Any, first: int, last: int) -> None:
-    """Bring tokens [first, last) of `num_heads` heads into this core's cache: contiguous bytes come faster."""
-    page_size = kv.shape[3]
-    token = first
-    while token < last:
-        column = token // page_size
-        slot, page = token - column * page_size, np.int64(pages[column])
-        if page <= 0 or page >= kv.shape[0]:
-            return
-        count = min(page_size - slot, last - token)
-        keys_at = np.int64(kv.ctypes.data) + page * kv.strides[0] + layer * kv.strides[1] + head * kv.strides[4]
-        for at in (keys_at, keys_at + kv.strides[2]):
-            for j in range(slot, slot + count):
-                for offset in range(0, num_heads * kv.strides[4], LINE):
-                    touch(at + j * kv.strides[3] + offset)
-        token += count
-
-
-@jit
 def _attend_block(
     kv: Any, layer: int, head: int, ahead: int, group: int, query: Any, out: Any, start: int, end: int, positions: Any,
-    pages: Any, scale: Any, window: int, sinks: Any, tiles: int,
+    pages: Any, scale: Any, window: int, sinks: Any,
 ) -> bool:  # fmt: skip
     """Compute out for rows [start, end) of one request and the query heads of one KV head. Returns False for a bad
     page id. `ahead`: the heads, from this one on, that are read ahead.
@@ -191,53 +138,28 @@ def _attend_block(
     padded, count = (size + LANES - 1) // LANES * LANES, (end - start) * group
     keys = from_a_line(np.empty(size * TILE + LINE, np.float32), size * TILE).reshape(size, TILE)
     values = np.empty((TILE, padded), np.float32)
-    queries = np.empty((count, size), np.float32)
+    queries, sums = np.empty((count, size), np.float32), np.zeros((count, padded), np.float32)
     maxima, totals = np.full(count, MINUS_INFINITY), np.zeros(count, np.float32)
+    scores, factors = np.empty((ROW_BLOCK, TILE), np.float32), np.empty(ROW_BLOCK, np.float32)
+    rows, edges, seen = np.empty(LANES, np.int64), np.empty((2, ROW_BLOCK), np.int64), np.empty(count, np.int64)
     # If the pairs fill whole vectors.
     in_pairs = HAS_BF16_PAIRS and kv.itemsize == 2 and size % (2 * LANES) == 0
-    in_tiles = HAS_TILES and in_pairs and tiles != 0
-    at_once = min(TILE_ROWS, count) if in_tiles else ROW_BLOCK
-    factors = np.empty(at_once, np.float32)
-    rows, edges, seen = np.empty(LANES, np.int64), np.empty((2, at_once), np.int64), np.empty(count, np.int64)
-    num_packed, whole = TILE * size if in_tiles else 0, (count + at_once - 1) // at_once * at_once
-    packed = from_a_line(np.empty(num_packed + LINE, np.uint16), num_packed).reshape(-1, size, 2)
-    num_pairs, num_scores = whole * size if in_pairs else 0, 2 * at_once * TILE
-    # While one group's weights are computed, tiles multiply another's.
-    scores = from_a_line(np.empty(num_scores + LINE, np.float32), num_scores).reshape(2, at_once, TILE)
-    weights = from_a_line(np.empty(2 * num_scores + LINE, np.uint16), 2 * num_scores).reshape(2, 2, at_once, TILE)
-    sums = from_a_line(np.zeros(whole * padded + LINE, np.float32), whole * padded).reshape(whole, padded)
-    pairs = from_a_line(np.empty(num_pairs + LINE, query.dtype), num_pairs).reshape(-1, size)
+    pairs = np.empty((count if in_pairs else 0, size), query.dtype)
     take_queries(query, positions, sinks, start, head, group, scale, seen, queries, pairs, maxima, totals)
     # Padding columns, which no row reads, stay finite.
     values[:, size:] = _ZERO
     limit = positions[end - 1] + 1
     oldest = max(positions[start] - window + 1, 0) if window > 0 else 0
-    read_ahead = max(1, _READ_AHEAD_BYTES // (2 * TILE * max(1, ahead) * kv.strides[4])) * TILE
-    if HAS_TILES and in_tiles:
-        begin_tiles(at_once)
+    tokens_ahead = max(1, _BYTES_AHEAD // (2 * TILE * max(1, ahead) * kv.strides[4])) * TILE
     for base in range(oldest // TILE * TILE, limit, TILE):
-        if ahead > 0 and (base - oldest // TILE * TILE) % read_ahead == 0:
-            _read_ahead(kv, layer, head, ahead, pages, max(base, oldest), min(base + read_ahead, limit))
-        is_whole = positions[start] >= base + TILE - 1 and (window == 0 or limit - window <= base)
-        if not _load_tile(
-            kv, layer, head, pages, base, max(base, oldest), min(base + TILE, limit), keys, values, packed, rows,
-            in_pairs, not in_tiles or not is_whole, in_tiles and limit >= base + TILE,
-        ):  # fmt: skip
+        if ahead > 0 and (base - oldest // TILE * TILE) % tokens_ahead == 0:
+            read_ahead(kv, layer, head, ahead, pages, max(base, oldest), min(base + tokens_ahead, limit))
+        first, last = max(base, oldest), min(base + TILE, limit)
+        if not _load_tile(kv, layer, head, pages, base, first, last, keys, values, rows, in_pairs):
             return False
-        if HAS_TILES and in_tiles:
-            if is_whole:
-                attend_whole_tile(pairs, keys, packed, sums, maxima, totals, scores, weights, count, scale)
-            else:
-                attend_in_tiles(
-                    base, window, seen, pairs, keys, packed, values, sums, maxima, totals, scores[0], weights[0],
-                    factors, edges, scale,
-                )  # fmt: skip
-            continue
         attend_tile(
-            base, window, seen, queries, pairs, keys, values, sums, maxima, totals, scores[0], factors, edges, scale
+            base, window, seen, queries, pairs, keys, values, sums, maxima, totals, scores, factors, edges, scale
         )
-    if HAS_TILES and in_tiles:
-        end_tiles()
     store_means(sums, totals, start, head, group, size, out)
     return True
 
@@ -250,11 +172,19 @@ def attend_pieces(
     """Attend the pieces that this thread takes from `counter`. Returns the number of all pieces, that of this thread's,
     and whether all page ids were good; a bad one ends it."""
     num_requests, num_rows, heads = len(query_start) - 1, len(positions), kv.shape[4]
-    step = max(1, _QUERY_VECTORS // group)
+    in_tiles = HAS_TILES and tiles != 0 and kv.itemsize == 2 and kv.shape[5] % TILE_COLUMNS == 0
+    has_enough = in_tiles and num_rows * group * heads >= _MIN_PIECES * _MOST_QUERY_VECTORS
+    step = max(1, (_MOST_QUERY_VECTORS if has_enough else _QUERY_VECTORS) // group)
     # Longest pieces first, so that threads finish together. The heads of a few rows are one piece, since their keys and
     # values are contiguous; with few requests, threads share the heads.
     heads_per_piece = heads if num_requests >= _MIN_REQUESTS and num_rows < 2 * num_requests else 1
     mine, number, taken, is_valid = take(counter), 0, 0, True
+    scratch = np.empty(0, np.uint8)
+    if HAS_TILES and in_tiles:
+        longest = 0
+        for r in range(num_requests):
+            longest = max(longest, query_start[r + 1] - query_start[r])
+        scratch = scratch_for(kv.shape[5], min(longest, step) * group)
     for r in range(num_requests - 1, -1, -1):
         begin, stop = query_start[r], query_start[r + 1]
         for block in range((stop - begin + step - 1) // step - 1, -1, -1):
@@ -265,9 +195,15 @@ def attend_pieces(
                     is_valid = is_valid and positions[end - 1] // kv.shape[3] < page_table.shape[1]
                     for head in range(first, first + heads_per_piece):
                         ahead = heads_per_piece if head == first else 0
+                        if HAS_TILES and in_tiles:
+                            is_valid = is_valid and attend_in_tiles(
+                                scratch, kv, layer, head, ahead, group, query, out, start, end, positions,
+                                page_table[r], scale, window, sinks, _BYTES_AHEAD,
+                            )  # fmt: skip
+                            continue
                         is_valid = is_valid and _attend_block(
                             kv, layer, head, ahead, group, query, out, start, end, positions, page_table[r], scale,
-                            window, sinks, tiles,
+                            window, sinks,
                         )  # fmt: skip
                     taken += 1
                     mine = take(counter)

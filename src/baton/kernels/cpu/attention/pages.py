@@ -1,0 +1,71 @@
+"""Where the keys and values of tokens lie: kv [pages, layers, 2, page_size, G, D]."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from baton.jit_cache import jit
+from baton.kernels.cpu.simd import LANES, touch
+
+# Bytes of a cache line.
+LINE = 64
+
+
+@jit
+def page_of(kv: Any, position: Any, pages: Any) -> Any:
+    """The page of a position's slot; 0 for a bad one."""
+    column = position // kv.shape[3]
+    if column < 0 or column >= len(pages):
+        return 0
+    page = np.int64(pages[column])
+    return page if 0 < page < kv.shape[0] else 0
+
+
+@jit
+def are_valid_slots(kv: Any, positions: Any, query_start: Any, page_table: Any) -> bool:
+    for r in range(len(query_start) - 1):
+        for row in range(query_start[r], query_start[r + 1]):
+            if page_of(kv, positions[row], page_table[r]) == 0:
+                return False
+    return True
+
+
+@jit
+def find_keys(kv: Any, layer: int, head: int, pages: Any, begin: int, first: int, last: int, rows: Any) -> bool:
+    """The addresses of the keys of tokens [begin, begin + 16), of which some are in [first, last): others repeat one of
+    these. Values are `kv.strides[2]` bytes after keys. Returns False for a bad page id."""
+    page_size, region = kv.shape[3], np.int64(kv.ctypes.data)
+    token = max(begin, first)
+    column = token // page_size
+    slot = token - column * page_size
+    for j in range(LANES):
+        if first < begin + j < last and j > 0:
+            slot += 1
+            if slot == page_size:
+                column, slot = column + 1, 0
+        page = np.int64(pages[column])
+        if page <= 0 or page >= kv.shape[0]:
+            return False
+        rows[j] = region + page * kv.strides[0] + layer * kv.strides[1] + slot * kv.strides[3] + head * kv.strides[4]
+    return True
+
+
+@jit
+def read_ahead(kv: Any, layer: int, head: int, num_heads: int, pages: Any, first: int, last: int) -> None:
+    """Bring tokens [first, last) of `num_heads` heads into this core's cache: contiguous bytes come faster."""
+    page_size = kv.shape[3]
+    token = first
+    while token < last:
+        column = token // page_size
+        slot, page = token - column * page_size, np.int64(pages[column])
+        if page <= 0 or page >= kv.shape[0]:
+            return
+        count = min(page_size - slot, last - token)
+        keys_at = np.int64(kv.ctypes.data) + page * kv.strides[0] + layer * kv.strides[1] + head * kv.strides[4]
+        for at in (keys_at, keys_at + kv.strides[2]):
+            for j in range(slot, slot + count):
+                for offset in range(0, num_heads * kv.strides[4], LINE):
+                    touch(at + j * kv.strides[3] + offset)
+        token += count
