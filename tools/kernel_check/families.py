@@ -125,7 +125,7 @@ def _attend(
 
 def paged(random: Random) -> None:
     """Paged attention: ragged batches, windows, sinks, and NaN in tokens that a row does not see."""
-    dtype, group = _dtype(random), int(random.integers(1, 6))
+    dtype, group = _dtype(random), int(random.integers(1, 10))
     kv_heads, size = int(random.integers(1, 4)), int(random.choice([1, 5, 16, 20, 32, 48, 64, 80, 96, 128]))
     page_size, window = int(random.choice([1, 3, 7, 16, 32])), int(random.choice([0, 0, 1, 5, 64, 100]))
     batch, spans, num_pages = _batch(random, page_size, 150)

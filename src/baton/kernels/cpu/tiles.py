@@ -34,13 +34,13 @@ def may_use_tiles() -> bool:
     return bool(ctypes.CDLL(None).syscall(*map(ctypes.c_long, numbers)) == 0)
 
 
-def configure(builder: Any, heights: Mapping[int, Any]) -> None:
-    """Rows of the tiles that are used. `end_tiles` ends their use."""
+def configure(builder: Any, heights: Mapping[int, Any], row_bytes: Mapping[int, int] | None = None) -> None:
+    """Rows of the tiles that are used, and their bytes (64). `end_tiles` ends their use."""
     config = cgutils.alloca_once(builder, ir.ArrayType(_I64, 8))
     config.align = TILE_BYTES
     widths, rows = [0, 0], ir.Constant(_I64, 0)
     for tile, height in heights.items():
-        widths[tile // 4] |= TILE_BYTES << (16 * (tile % 4))
+        widths[tile // 4] |= (row_bytes or {}).get(tile, TILE_BYTES) << (16 * (tile % 4))
         rows = builder.or_(rows, builder.shl(height, ir.Constant(_I64, 8 * tile)))
     for place, word in enumerate((1, 0, *widths, 0, 0, rows, 0)):
         to = builder.gep(config, [ir.Constant(_I64, 0), ir.Constant(_I64, place)])

@@ -12,6 +12,7 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
 from baton.jit_cache import jit
+from baton.kernels.cpu.attention.few import MOST_ROWS, MOST_VECTORS, attend_few
 from baton.kernels.cpu.attention.online_softmax import (
     F32_BYTES,
     MINUS_INFINITY,
@@ -184,27 +185,34 @@ def attend_pieces(
         longest = 0
         for r in range(num_requests):
             longest = max(longest, query_start[r + 1] - query_start[r])
-        scratch = scratch_for(kv.shape[5], min(longest, step) * group)
+        groups = (min(longest, step) * group + LANES - 1) // LANES
+        scratch = scratch_for(kv.shape[5], max(groups, heads_per_piece * min(longest, MOST_ROWS)))
     for r in range(num_requests - 1, -1, -1):
         begin, stop = query_start[r], query_start[r + 1]
         for block in range((stop - begin + step - 1) // step - 1, -1, -1):
             start = begin + block * step
             end = min(start + step, stop)
+            is_few = in_tiles and group <= MOST_VECTORS and end - start <= MOST_ROWS
             for first in range(0, heads, heads_per_piece):
                 if number == mine:
                     is_valid = is_valid and positions[end - 1] // kv.shape[3] < page_table.shape[1]
-                    for head in range(first, first + heads_per_piece):
+                    if HAS_TILES and is_few:
+                        is_valid = is_valid and attend_few(
+                            scratch, kv, layer, first, heads_per_piece, group, query, out, start, end, positions,
+                            page_table[r], scale, window, sinks, _BYTES_AHEAD,
+                        )  # fmt: skip
+                    for head in range(first, first if is_few else first + heads_per_piece):
                         ahead = heads_per_piece if head == first else 0
                         if HAS_TILES and in_tiles:
                             is_valid = is_valid and attend_in_tiles(
                                 scratch, kv, layer, head, ahead, group, query, out, start, end, positions,
                                 page_table[r], scale, window, sinks, _BYTES_AHEAD,
                             )  # fmt: skip
-                            continue
-                        is_valid = is_valid and _attend_block(
-                            kv, layer, head, ahead, group, query, out, start, end, positions, page_table[r], scale,
-                            window, sinks,
-                        )  # fmt: skip
+                        else:
+                            is_valid = is_valid and _attend_block(
+                                kv, layer, head, ahead, group, query, out, start, end, positions, page_table[r], scale,
+                                window, sinks,
+                            )  # fmt: skip
                     taken += 1
                     mine = take(counter)
                 number += 1

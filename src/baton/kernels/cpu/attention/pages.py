@@ -36,19 +36,20 @@ def are_valid_slots(kv: Any, positions: Any, query_start: Any, page_table: Any) 
 def find_keys(kv: Any, layer: int, head: int, pages: Any, begin: int, first: int, last: int, rows: Any) -> bool:
     """The addresses of the keys of tokens [begin, begin + 16), of which some are in [first, last): others repeat one of
     these. Values are `kv.strides[2]` bytes after keys. Returns False for a bad page id."""
-    page_size, region = kv.shape[3], np.int64(kv.ctypes.data)
-    token = max(begin, first)
-    column = token // page_size
+    page_size, of_head = kv.shape[3], np.int64(kv.ctypes.data) + layer * kv.strides[1] + head * kv.strides[4]
+    token, page = max(begin, first), 0
+    column, earlier = token // page_size, -1
     slot = token - column * page_size
     for j in range(LANES):
         if first < begin + j < last and j > 0:
             slot += 1
             if slot == page_size:
                 column, slot = column + 1, 0
-        page = np.int64(pages[column])
-        if page <= 0 or page >= kv.shape[0]:
-            return False
-        rows[j] = region + page * kv.strides[0] + layer * kv.strides[1] + slot * kv.strides[3] + head * kv.strides[4]
+        if column != earlier:
+            page, earlier = np.int64(pages[column]), column
+            if page <= 0 or page >= kv.shape[0]:
+                return False
+        rows[j] = of_head + page * kv.strides[0] + slot * kv.strides[3]
     return True
 
 

@@ -30,18 +30,18 @@ from baton.kernels.cpu.simd import LANES
 from baton.kernels.cpu.tiles import TILE_COLUMNS, end_tiles
 from baton.kernels.cpu.transposes import copy_line, divide, transpose
 
-_NARROW_BYTES, _ADDRESS_BYTES = 2, 8
-_SCORE_BYTES, _VALUE_BYTES = TILE * LINE, TILE * _NARROW_BYTES
-_ZERO, _ONE, _ADDRESS, _NARROW = np.float32(0.0), np.float32(1.0), np.int64(0), np.uint16(0)
-_LOG2_E = np.float32(LOG2_E)
+NARROW_BYTES, ADDRESS_BYTES = 2, 8
+_SCORE_BYTES, _VALUE_BYTES = TILE * LINE, TILE * NARROW_BYTES
+_ZERO, _ONE, ADDRESS, NARROW = np.float32(0.0), np.float32(1.0), np.int64(0), np.uint16(0)
+LOG2_E_F32 = np.float32(LOG2_E)
 
 
 @jit
-def _places(at: Any, size: int) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
+def places(at: Any, size: int) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
     """The parts of the scratch space after 16 addresses: keys [64, D], values in pairs [32, D, 2] and transposed [D,
     64], a row of zeros, two groups' scores [64, 16] and weights [2, 32, 16, 2], and the groups."""
-    row = size * _NARROW_BYTES
-    keys = at + LANES * _ADDRESS_BYTES
+    row = size * NARROW_BYTES
+    keys = at + LANES * ADDRESS_BYTES
     zeros = keys + 3 * TILE * row
     scores = zeros + row
     weights = scores + 2 * _SCORE_BYTES
@@ -49,7 +49,7 @@ def _places(at: Any, size: int) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
 
 
 @jit
-def _group_places(groups: Any, number: int, size: int) -> tuple[Any, Any, Any, Any, Any, Any]:
+def group_places(groups: Any, number: int, size: int) -> tuple[Any, Any, Any, Any, Any, Any]:
     """A group's sums [D, 16], queries [D / 2, 16, 2], maxima, totals, positions and latest factors [16]."""
     sums = groups + number * (size + size // 2 + 4) * LINE
     queries = sums + size * LINE
@@ -58,32 +58,31 @@ def _group_places(groups: Any, number: int, size: int) -> tuple[Any, Any, Any, A
 
 
 @jit
-def scratch_for(size: int, num_vectors: int) -> Any:
-    """Scratch space of blocks with at most so many vectors."""
-    groups = (num_vectors + LANES - 1) // LANES
-    return np.empty(LINE + _group_places(_places(0, size)[6], groups, size)[0], np.uint8)
+def scratch_for(size: int, groups: int) -> Any:
+    """Scratch space of blocks with at most so many groups."""
+    return np.empty(LINE + group_places(places(0, size)[6], groups, size)[0], np.uint8)
 
 
 @jit
-def _take_queries(
+def take_queries(
     groups: Any, rows_at: Any, query: Any, positions: Any, sinks: Any, start: int, head: int, group: int, size: int,
-    count: int,
+    count: int, at_once: int,
 ) -> None:  # fmt: skip
-    rows, query_at = carray(pointer(rows_at, _ADDRESS), (LANES,)), np.int64(query.ctypes.data)
-    for number in range((count + LANES - 1) // LANES):
-        sums_at, queries_at, maxima_at, totals_at, seen_at, _ = _group_places(groups, number, size)
+    """Lane i of a group is vector i % `at_once` of it. Vectors that there are not repeat the last one."""
+    rows, query_at = carray(pointer(rows_at, ADDRESS), (LANES,)), np.int64(query.ctypes.data)
+    for number in range((count + at_once - 1) // at_once):
+        sums_at, queries_at, maxima_at, totals_at, seen_at, _ = group_places(groups, number, size)
         maxima, totals = carray(pointer(maxima_at, _ZERO), (LANES,)), carray(pointer(totals_at, _ZERO), (LANES,))
         seen, sums = carray(pointer(seen_at, np.int32(0)), (LANES,)), carray(pointer(sums_at, _ZERO), (size * LANES,))
         sums[:] = _ZERO
         for lane in range(LANES):
-            # Lanes without a vector repeat the last one, and are not stored.
-            i = min(number * LANES + lane, count - 1)
+            i = min(number * at_once + lane % at_once, count - 1)
             row, of_head = start + i // group, head * group + i % group
-            seen[lane], rows[lane] = positions[row], query_at + row * query.strides[0] + of_head * size * _NARROW_BYTES
+            seen[lane], rows[lane] = positions[row], query_at + row * query.strides[0] + of_head * size * NARROW_BYTES
             maxima[lane], totals[lane] = MINUS_INFINITY, _ZERO
             if len(sinks):
                 # A sink is a logit without a value, summed before the first tile.
-                maxima[lane], totals[lane] = sinks[of_head] * _LOG2_E, _ONE
+                maxima[lane], totals[lane] = sinks[of_head] * LOG2_E_F32, _ONE
         for d in range(0, size // 2, LANES):
             transpose(_ZERO, rows_at, d * F32_BYTES, queries_at + d * LINE, LINE)
 
@@ -94,9 +93,9 @@ def _load_tile(
 ) -> bool:  # fmt: skip
     """Load tokens [first, last) of the tile at `base`. Other tokens' values are zeros, their keys undefined. Returns
     False for a bad page id."""
-    size, rows = kv.shape[5], carray(pointer(at, _ADDRESS), (LANES,))
-    keys, pairs, values, zeros, _, _, _ = _places(at, size)
-    row_bytes, pair_bytes, to_value = size * _NARROW_BYTES, size * 2 * _NARROW_BYTES, kv.strides[2]
+    size, rows = kv.shape[5], carray(pointer(at, ADDRESS), (LANES,))
+    keys, pairs, values, zeros, _, _, _ = places(at, size)
+    row_bytes, pair_bytes, to_value = size * NARROW_BYTES, size * 2 * NARROW_BYTES, kv.strides[2]
     for lane in range(0, TILE, LANES):
         begin = base + lane
         has_tokens = begin < last and begin + LANES > first
@@ -120,17 +119,17 @@ def _load_tile(
 @jit
 def _attend_whole(at: Any, size: int, num_groups: int, factor: Any) -> None:
     """All vectors see the tile. Tiles are multiplied while the weights of another group are computed."""
-    keys, _, values, _, scores, weights, groups = _places(at, size)
+    keys, _, values, _, scores, weights, groups = places(at, size)
     steps = size // TILE_COLUMNS
-    sums, queries, maxima, totals, seen, faded = _group_places(groups, 0, size)
+    sums, queries, maxima, totals, seen, faded = group_places(groups, 0, size)
     score(keys, queries, steps, scores)
     for number in range(num_groups):
-        after, queries, next_maxima, next_totals, next_seen, next_faded = _group_places(groups, number + 1, size)
+        after, queries, next_maxima, next_totals, next_seen, next_faded = group_places(groups, number + 1, size)
         here, there = number % 2, (number + 1) % 2
         if number + 1 < num_groups:
             score(keys, queries, steps, scores + there * _SCORE_BYTES)
         if number > 0:
-            before = _group_places(groups, number - 1, size)[0]
+            before = group_places(groups, number - 1, size)[0]
             add_values(values, weights + there * WEIGHT_BYTES, before, size)
         if soften(
             False, scores + here * _SCORE_BYTES, factor, seen, 0, 0, maxima, totals, weights + here * WEIGHT_BYTES,
@@ -139,14 +138,14 @@ def _attend_whole(at: Any, size: int, num_groups: int, factor: Any) -> None:
             fade(sums, size, faded)
         sums, maxima, totals, seen, faded = after, next_maxima, next_totals, next_seen, next_faded
     last = num_groups - 1
-    add_values(values, weights + last % 2 * WEIGHT_BYTES, _group_places(groups, last, size)[0], size)
+    add_values(values, weights + last % 2 * WEIGHT_BYTES, group_places(groups, last, size)[0], size)
 
 
 @jit
 def _attend_part(at: Any, size: int, number: int, base: int, window: int, factor: Any, is_finite: bool) -> None:
     """A group whose vectors see a part of the tile each."""
-    keys, _, values, _, scores, weights, groups = _places(at, size)
-    sums, queries, maxima, totals, seen, faded = _group_places(groups, number, size)
+    keys, _, values, _, scores, weights, groups = places(at, size)
+    sums, queries, maxima, totals, seen, faded = group_places(groups, number, size)
     score(keys, queries, size // TILE_COLUMNS, scores)
     if soften(True, scores, factor, seen, base, window, maxima, totals, weights, faded):
         fade(sums, size, faded)
@@ -167,10 +166,10 @@ def _add_seen(
     values: Any, weights: Any, sums: Any, size: int, lane: int, first: int, last: int, copy: Any, others: Any
 ) -> None:
     """Add the values of keys [first, last] to one lane of sums. `copy` [D, 64] and `others` [D, 16] are scratch."""
-    all_values, all_sums = carray(pointer(values, _NARROW), copy.shape), carray(pointer(sums, _ZERO), others.shape)
+    all_values, all_sums = carray(pointer(values, NARROW), copy.shape), carray(pointer(sums, _ZERO), others.shape)
     for d in range(size):
         for key in range(TILE):
-            copy[d, key] = all_values[d, key] if first <= key <= last else _NARROW
+            copy[d, key] = all_values[d, key] if first <= key <= last else NARROW
         for other in range(LANES):
             others[d, other] = all_sums[d, other]
     add_values(np.int64(copy.ctypes.data), weights, np.int64(others.ctypes.data), size)
@@ -180,10 +179,10 @@ def _add_seen(
 
 @jit
 def _store_means(groups: Any, at: Any, out: Any, start: int, head: int, group: int, size: int, count: int) -> None:
-    rows, out_at = carray(pointer(at, _ADDRESS), (LANES,)), np.int64(out.ctypes.data)
-    turned, row_bytes, element = _places(at, size)[0], size * F32_BYTES, out[0, 0]
+    rows, out_at = carray(pointer(at, ADDRESS), (LANES,)), np.int64(out.ctypes.data)
+    turned, row_bytes, element = places(at, size)[0], size * F32_BYTES, out[0, 0]
     for number in range((count + LANES - 1) // LANES):
-        sums, _, _, totals_at, _, _ = _group_places(groups, number, size)
+        sums, _, _, totals_at, _, _ = group_places(groups, number, size)
         totals = carray(pointer(totals_at, _ZERO), (LANES,))
         for d in range(0, size, LANES):
             for j in range(LANES):
@@ -205,11 +204,11 @@ def attend_in_tiles(
     """As `paged._attend_block`, with the space of `scratch_for`."""
     size, count, at = kv.shape[5], (end - start) * group, np.int64(scratch.ctypes.data)
     at += -at % LINE
-    _, pairs, _, zeros_at, _, _, groups = _places(at, size)
-    num_groups, factor, is_valid = (count + LANES - 1) // LANES, scale * _LOG2_E, True
-    zeros = carray(pointer(zeros_at, _NARROW), (size,))
-    zeros[:] = _NARROW
-    _take_queries(groups, at, query, positions, sinks, start, head, group, size, count)
+    _, pairs, _, zeros_at, _, _, groups = places(at, size)
+    num_groups, factor, is_valid = (count + LANES - 1) // LANES, scale * LOG2_E_F32, True
+    zeros = carray(pointer(zeros_at, NARROW), (size,))
+    zeros[:] = NARROW
+    take_queries(groups, at, query, positions, sinks, start, head, group, size, count, LANES)
     limit = positions[end - 1] + 1
     oldest = max(positions[start] - window + 1, 0) if window > 0 else 0
     tokens_ahead = max(1, bytes_ahead // (2 * TILE * max(1, ahead) * kv.strides[4])) * TILE

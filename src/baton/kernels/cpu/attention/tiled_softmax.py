@@ -1,6 +1,6 @@
 """A tile of 64 keys and 16 vectors in tiles of Intel AMX: each vector is a lane, or a column of a tile.
 
-Online softmax in powers of 2. A vector's maximum follows its scores only if they exceed it by `_SLACK`, so that its
+Online softmax in powers of 2. A vector's maximum follows its scores only if they exceed it by `SLACK`, so that its
 sums are seldom multiplied: weights of more than 1 cost no precision. A weight is split into two bfloat16 numbers, which
 lose 2^-16 of it.
 
@@ -21,6 +21,7 @@ from baton.kernels.cpu.simd import CHUNKS, LANES, cgutils, constant, fma, larger
 from baton.kernels.cpu.tiles import (
     TILE_BYTES,
     TILE_COLUMNS,
+    TILE_PAIRS,
     TILE_ROWS,
     add_product,
     configure,
@@ -31,13 +32,15 @@ from baton.kernels.cpu.tiles import (
 
 LOG2_E = 1.4426950408889634
 # In powers of 2.
-_SLACK = 8.0
+SLACK = 8.0
 # Of 2^x, 0 <= x < 1, highest power first (least squares; an error of 2^-18).
 _POWER = (1.3426686e-2, 5.2242471e-2, 2.4128021e-1, 6.9304484e-1, 1.0)
 _WHOLE_TILE_BYTES = TILE_ROWS * TILE_BYTES
 _KEY_GROUPS = TILE // TILE_ROWS
-_STEPS = TILE // TILE_COLUMNS
-WEIGHT_BYTES = 2 * TILE * TILE_BYTES // 2
+STEPS = TILE // TILE_COLUMNS
+# Parts of a weight.
+PARTS = 2
+WEIGHT_BYTES = PARTS * STEPS * TILE_PAIRS * TILE_BYTES
 # Tiles of weights, and of queries.
 _WEIGHTS, _QUERIES = (4, 5, 6, 7), 6
 _ROUND_DOWN, _CURRENT_MODE = 1, 4
@@ -91,24 +94,24 @@ def _summed(typing_context: Any, values: Any, weights: Any, sums: Any, size: Any
         for number, right in enumerate(_WEIGHTS):
             at = builder.add(weights, _number(_WHOLE_TILE_BYTES * number))
             load_tile(builder, right, at, _number(TILE_BYTES))
-        value_bytes = TILE_BYTES * _STEPS
+        value_bytes = TILE_BYTES * STEPS
         with cgutils.for_range(builder, builder.sdiv(size, _number(2 * TILE_ROWS)), intp=_I64) as loop:
             for total in range(2):
                 row = builder.add(builder.mul(loop.index, _number(2 * TILE_ROWS)), _number(TILE_ROWS * total))
                 here = builder.add(sums, builder.mul(row, _number(TILE_BYTES)))
                 load_tile(builder, total, here, _number(TILE_BYTES))
                 at = builder.add(values, builder.mul(row, _number(value_bytes)))
-                for step in range(_STEPS):
+                for step in range(STEPS):
                     load_tile(builder, 2 + step, builder.add(at, _number(TILE_BYTES * step)), _number(value_bytes))
                 for number, right in enumerate(_WEIGHTS):
-                    add_product(builder, total, 2 + number % _STEPS, right)
+                    add_product(builder, total, 2 + number % STEPS, right)
                 store_tile(builder, total, here, _number(TILE_BYTES))
         return context.get_dummy_value()
 
     return numba.void(*[numba.int64] * 4), generate
 
 
-def _power_of_2(builder: Any, x: Any) -> Any:
+def power_of_2(builder: Any, x: Any) -> Any:
     """2^x with an error of 2^-18; 0 for -infinity."""
     fraction = _call(builder, "reduce", x, ir.Constant(_I32, _ROUND_DOWN), x)
     value = constant(builder, _POWER[0])
@@ -163,20 +166,20 @@ def _softened(
         factor, before = splat(builder, factor), load(builder, maximum)
         peak = larger(builder, larger(builder, most[0], most[2]), larger(builder, most[1], most[3]))
         peak = builder.fmul(peak, factor)
-        grows = builder.fcmp_ordered(">", peak, builder.fadd(before, constant(builder, _SLACK)))
+        grows = builder.fcmp_ordered(">", peak, builder.fadd(before, constant(builder, SLACK)))
         peak = builder.select(grows, peak, before)
         minus, sums = builder.fneg(peak), [constant(builder, 0.0)] * CHUNKS
         for pair in range(TILE // 2):
             halves = []
             for key in (2 * pair, 2 * pair + 1):
                 x = fma(builder, load(builder, scores, TILE_BYTES * key), factor, minus)
-                weight = masked(key, _power_of_2(builder, x), 0.0)
+                weight = masked(key, power_of_2(builder, x), 0.0)
                 sums[key % CHUNKS] = builder.fadd(sums[key % CHUNKS], weight)
                 halves.append(weight)
-            for part, words in enumerate(_split(builder, *halves)):
-                store(builder, words, weights, WEIGHT_BYTES // 2 * part + TILE_BYTES * pair)
+            for part, words in enumerate(split(builder, *halves)):
+                store(builder, words, weights, WEIGHT_BYTES // PARTS * part + TILE_BYTES * pair)
         added = builder.fadd(builder.fadd(sums[0], sums[2]), builder.fadd(sums[1], sums[3]))
-        fading = _power_of_2(builder, builder.fsub(before, peak))
+        fading = power_of_2(builder, builder.fsub(before, peak))
         fading = builder.select(grows, fading, constant(builder, 1.0))
         store(builder, fma(builder, load(builder, total), fading, added), total)
         store(builder, peak, maximum)
@@ -187,11 +190,11 @@ def _softened(
     return numba.boolean(is_masked, *arguments), generate
 
 
-def _split(builder: Any, low: Any, high: Any) -> list[Any]:
+def split(builder: Any, low: Any, high: Any) -> list[Any]:
     """Two vectors of float32 as the halves of words: bfloat16, then what that leaves, both rounded towards 0."""
     shift, upper = (splat(builder, ir.Constant(_I32, number)) for number in (16, -(1 << 16)))
     parts = []
-    for _ in range(2):
+    for _ in range(PARTS):
         bits = [builder.bitcast(vector, _WORDS) for vector in (low, high)]
         cut = [builder.and_(word, upper) for word in bits]
         parts.append(builder.or_(builder.lshr(bits[0], shift), cut[1]))

@@ -1,0 +1,259 @@
+"""As `tiled_softmax`, with its bits, for the few vectors of one row: a register holds the scores of several keys.
+
+N vectors, 4 or 8, of which a register holds 16 / N keys. Weights become rows of a tile, so that values need not be
+transposed. All vectors see keys [first, last] of the tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numba
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.extending import intrinsic
+
+from baton.kernels.cpu.attention.online_softmax import F32_BYTES, TILE
+from baton.kernels.cpu.attention.tiled_softmax import PARTS, SLACK, STEPS, power_of_2, split
+from baton.kernels.cpu.simd import LANES, cgutils, constant, fma, larger, load, shuffled, splat, store, store_rounded
+from baton.kernels.cpu.tiles import (
+    TILE_BYTES,
+    TILE_PAIRS,
+    TILE_ROWS,
+    add_product,
+    configure,
+    load_tile,
+    store_tile,
+    zero,
+)
+
+# Tiles: scores, keys and queries; then sums, weights and values.
+_SCORES, _KEYS, _QUERIES, _SUMS, _WEIGHTS, _VALUES = 0, 1, 2, 3, 4, (5, 6)
+_F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_WORDS = ir.VectorType(_I32, LANES)
+_QUARTER = LANES // 4
+
+
+def _number(value: int) -> Any:
+    return ir.Constant(_I64, value)
+
+
+def _begun(typing_context: Any, num_vectors: Any) -> Any:
+    vectors = num_vectors.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        heights = dict.fromkeys((_SCORES, _KEYS, _QUERIES, *_VALUES), _number(TILE_ROWS))
+        heights |= dict.fromkeys((_SUMS, _WEIGHTS), _number(vectors))
+        configure(builder, heights, dict.fromkeys((_SCORES, _QUERIES), F32_BYTES * vectors))
+        return context.get_dummy_value()
+
+    return numba.void(num_vectors), generate
+
+
+def _scored(
+    typing_context: Any, num_vectors: Any, keys: Any, key_bytes: Any, queries: Any, steps: Any, scores: Any
+) -> Any:
+    """scores [16, N] float32 = keys [16, D], `key_bytes` apart, times queries [D / 2, 16, 2], D = 32 * `steps`."""
+    vectors = num_vectors.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, keys, key_bytes, queries, steps, scores = args
+        zero(builder, _SCORES)
+        with cgutils.for_range(builder, steps, intp=_I64) as loop:
+            at = builder.add(queries, builder.mul(loop.index, _number(TILE_BYTES * TILE_PAIRS)))
+            load_tile(builder, _QUERIES, at, _number(TILE_BYTES))
+            load_tile(builder, _KEYS, builder.add(keys, builder.mul(loop.index, _number(TILE_BYTES))), key_bytes)
+            add_product(builder, _SCORES, _KEYS, _QUERIES)
+        store_tile(builder, _SCORES, scores, _number(F32_BYTES * vectors))
+        return context.get_dummy_value()
+
+    return numba.void(num_vectors, *[numba.int64] * 5), generate
+
+
+def _softened(
+    typing_context: Any, num_vectors: Any, is_masked: Any, scores: Any, factor: Any, first: Any, last: Any,
+    maximum: Any, total: Any, weights: Any, faded: Any,
+) -> Any:  # fmt: skip
+    """weights [2, 2, N, 32] bfloat16: a tile for each part and half of the keys. Lane i of `maximum`, `total` and
+    `faded` is that of vector i % N. `is_masked`, a literal."""
+    vectors, masks = num_vectors.literal_value, bool(is_masked.literal_value)
+    together = LANES // vectors
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, _, scores, factor, first, last, maximum, total, weights, faded = args
+        edges = [splat(builder, builder.trunc(edge, _I32)) for edge in (first, last)]
+
+        def masked(number: int, vector: Any, hidden: float) -> Any:
+            if not masks:
+                return vector
+            keys = ir.Constant(_WORDS, [number * together + lane // vectors for lane in range(LANES)])
+            is_late, is_early = builder.icmp_signed("<", keys, edges[0]), builder.icmp_signed(">", keys, edges[1])
+            return builder.select(builder.or_(is_late, is_early), constant(builder, hidden), vector)
+
+        count = TILE // together
+        rows = [load(builder, scores, TILE_BYTES * number) for number in range(count)]
+        shown = [masked(number, row, float("-inf")) for number, row in enumerate(rows)]
+        while len(shown) > 1:
+            shown = [larger(builder, *pair) for pair in zip(shown[::2], shown[1::2], strict=True)]
+        factor, before = splat(builder, factor), load(builder, maximum)
+        peak = builder.fmul(_over_keys(builder, shown[0], vectors, larger), factor)
+        grows = builder.fcmp_ordered(">", peak, builder.fadd(before, constant(builder, SLACK)))
+        peak = builder.select(grows, peak, before)
+        minus = builder.fneg(peak)
+        powers = [power_of_2(builder, fma(builder, row, factor, minus)) for row in rows]
+        powers = [masked(number, power, 0.0) for number, power in enumerate(powers)]
+        # Keys that are equal modulo 4 are added in order.
+        classes = max(1, 4 // together)
+        sums = [constant(builder, 0.0)] * classes
+        for number, power in enumerate(powers):
+            sums[number % classes] = builder.fadd(sums[number % classes], power)
+        added = sums[0] if classes == 1 else builder.fadd(*sums)
+        added = _over_keys(builder, added, vectors, lambda builder, a, b: builder.fadd(a, b))
+        for part, halves in enumerate(_as_rows(builder, powers, vectors)):
+            for row, vector in enumerate(halves):
+                store(builder, vector, weights, TILE_BYTES * (len(halves) * part + row))
+        fading = builder.select(grows, power_of_2(builder, builder.fsub(before, peak)), constant(builder, 1.0))
+        store(builder, fma(builder, load(builder, total), fading, added), total)
+        store(builder, peak, maximum)
+        store(builder, fading, faded)
+        return builder.icmp_unsigned("!=", builder.bitcast(grows, _I16), ir.Constant(_I16, 0))
+
+    arguments = (numba.int64, numba.float32, *[numba.int64] * 6)
+    return numba.boolean(num_vectors, is_masked, *arguments), generate
+
+
+def _over_keys(builder: Any, vector: Any, vectors: int, combine: Callable[[Any, Any, Any], Any]) -> Any:
+    """Combine a register's keys, halves first, in each lane."""
+    distance = LANES // 2
+    while distance >= vectors:
+        other = shuffled(builder, vector, vector, [(lane + distance) % LANES for lane in range(LANES)])
+        vector, distance = combine(builder, vector, other), distance // 2
+    return vector
+
+
+def _as_rows(builder: Any, powers: Sequence[Any], vectors: int) -> list[list[Any]]:
+    """Both parts of the weights: rows of pairs, N of the first 32 keys and N of the others."""
+    keys = LANES // vectors
+    labels = [(key, vector) for key in range(keys) for vector in range(vectors)]
+    parts: list[list[Any]] = [[], []]
+    for a, b in zip(powers[::2], powers[1::2], strict=True):
+        both = labels + [(keys + key, vector) for key, vector in labels]
+        sides = [
+            shuffled(builder, a, b, [lane for lane, (key, _) in enumerate(both) if key % 2 == side]) for side in (0, 1)
+        ]
+        for part, words in zip(parts, split(builder, *sides), strict=True):
+            part.append(words)
+    of_step = len(parts[0]) // STEPS
+    return [
+        [row for step in range(STEPS) for row in _untangled(builder, part[of_step * step : of_step * (step + 1)])]
+        for part in parts
+    ]
+
+
+def _untangled(builder: Any, registers: Sequence[Any]) -> list[Any]:
+    """Registers of pairs [16 / N, N] as one register for each of N vectors."""
+    vectors = len(registers)
+    if vectors == 1:
+        return list(registers)
+    both = [lane % vectors for lane in range(2 * LANES)]
+    halves = []
+    for is_late in (False, True):
+        lanes = [lane for lane, vector in enumerate(both) if (vector >= vectors // 2) == is_late]
+        pairs = zip(registers[::2], registers[1::2], strict=True)
+        halves.append([shuffled(builder, a, b, lanes) for a, b in pairs])
+    return [row for half in halves for row in _untangled(builder, half)]
+
+
+def _summed(typing_context: Any, num_vectors: Any, pairs: Any, weights: Any, sums: Any, size: Any) -> Any:
+    """sums [N, D] float32 += weights, both parts, times pairs [32, D, 2] of bfloat16."""
+    vectors = num_vectors.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, pairs, weights, sums, size = args
+        row_bytes = builder.mul(size, _number(F32_BYTES))
+        step_bytes = builder.mul(row_bytes, _number(TILE_PAIRS))
+        with cgutils.for_range(builder, builder.sdiv(size, _number(LANES)), intp=_I64) as loop:
+            column = builder.mul(loop.index, _number(TILE_BYTES))
+            here = builder.add(sums, column)
+            load_tile(builder, _SUMS, here, row_bytes)
+            for step, tile in enumerate(_VALUES):
+                at = builder.add(pairs, builder.mul(step_bytes, _number(step)))
+                load_tile(builder, tile, builder.add(at, column), row_bytes)
+            for number in range(PARTS * STEPS):
+                at = builder.add(weights, _number(TILE_BYTES * vectors * number))
+                load_tile(builder, _WEIGHTS, at, _number(TILE_BYTES))
+                add_product(builder, _SUMS, _WEIGHTS, _VALUES[number % STEPS])
+            store_tile(builder, _SUMS, here, row_bytes)
+        return context.get_dummy_value()
+
+    return numba.void(num_vectors, *[numba.int64] * 4), generate
+
+
+def _faded(typing_context: Any, num_vectors: Any, sums: Any, size: Any, factors: Any) -> Any:
+    """sums [N, D] times factors [N]."""
+    vectors = num_vectors.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, sums, size, factors = args
+        row_bytes = builder.mul(size, _number(F32_BYTES))
+        for vector in range(vectors):
+            factor = splat(builder, load(builder, factors, F32_BYTES * vector, _F32))
+            row = builder.add(sums, builder.mul(row_bytes, _number(vector)))
+            with cgutils.for_range(builder, builder.sdiv(size, _number(LANES)), intp=_I64) as loop:
+                at = builder.add(row, builder.mul(loop.index, _number(TILE_BYTES)))
+                store(builder, builder.fmul(load(builder, at), factor), at)
+        return context.get_dummy_value()
+
+    return numba.void(num_vectors, *[numba.int64] * 3), generate
+
+
+def _interleaved(typing_context: Any, first: Any, second: Any, count: Any, out: Any) -> Any:
+    """Pairs of two rows' numbers, `count` of bfloat16, a multiple of 32: of each 32 first the 16 whose number modulo 8
+    is less than 4, which takes one instruction."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        first, second, count, out = args
+        width = 2 * LANES
+        with cgutils.for_range(builder, builder.sdiv(count, _number(width)), intp=_I64) as loop:
+            offset = builder.mul(loop.index, _number(TILE_BYTES))
+            rows = [load(builder, at, offset, ir.VectorType(_I16, width)) for at in (first, second)]
+            to = builder.add(out, builder.mul(offset, _number(2)))
+            for half in range(2):
+                numbers = [number for number in range(width) if number // _QUARTER % 2 == half]
+                lanes = ir.Constant(ir.VectorType(_I32, width), [n + other for n in numbers for other in (0, width)])
+                store(builder, builder.shuffle_vector(*rows, lanes), to, TILE_BYTES * half)
+        return context.get_dummy_value()
+
+    return numba.void(*[numba.int64] * 4), generate
+
+
+def _divided(typing_context: Any, sums: Any, size: Any, total: Any, out: Any) -> Any:
+    """out [D] bfloat16 = sums [D] float32, in the order of `interleave`, over `total`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        sums, size, total, out = args
+        total = splat(builder, total)
+        with cgutils.for_range(builder, builder.sdiv(size, _number(2 * LANES)), intp=_I64) as loop:
+            at = builder.add(sums, builder.mul(loop.index, _number(2 * TILE_BYTES)))
+            halves = [builder.fdiv(load(builder, at, TILE_BYTES * half), total) for half in range(2)]
+            places = [LANES * half + lane for lane in range(0, LANES, _QUARTER) for half in range(2)]
+            for half in range(2):
+                begins = places[half * len(places) // 2 : (half + 1) * len(places) // 2]
+                lanes = [begin + lane for begin in begins for lane in range(_QUARTER)]
+                to = builder.add(
+                    out, builder.add(builder.mul(loop.index, _number(TILE_BYTES)), _number(2 * LANES * half))
+                )
+                store_rounded(builder, shuffled(builder, halves[0], halves[1], lanes), to, 2)
+        return context.get_dummy_value()
+
+    return numba.void(numba.int64, numba.int64, numba.float32, numba.int64), generate
+
+
+_Call = Callable[..., Any]
+begin_tiles = cast(_Call, intrinsic(prefer_literal=True)(_begun))
+score = cast(_Call, intrinsic(prefer_literal=True)(_scored))
+soften = cast(_Call, intrinsic(prefer_literal=True)(_softened))
+add_values = cast(_Call, intrinsic(prefer_literal=True)(_summed))
+interleave = cast(_Call, intrinsic(_interleaved))
+divide = cast(_Call, intrinsic(_divided))
+fade = cast(_Call, intrinsic(prefer_literal=True)(_faded))
