@@ -1,6 +1,6 @@
 """A tile of 64 keys and 16 vectors in tiles of Intel AMX: each vector is a lane, or a column of a tile.
 
-Online softmax in powers of 2. A vector's maximum follows its scores only if they exceed it by `SLACK`, so that its
+Online softmax in powers of 2. A maximum follows scores only if they exceed it by `SLACK`, so that
 sums are seldom multiplied: weights of more than 1 cost no precision. A weight is split into two bfloat16 numbers, which
 lose 2^-16 of it.
 
