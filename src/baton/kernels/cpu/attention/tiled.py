@@ -19,7 +19,6 @@ from baton.kernels.cpu.attention.tiled_softmax import (
     WEIGHT_BYTES,
     add_values,
     are_finite,
-    begin_tiles,
     fade,
     interleave,
     score,
@@ -27,7 +26,7 @@ from baton.kernels.cpu.attention.tiled_softmax import (
 )
 from baton.kernels.cpu.omp import pointer
 from baton.kernels.cpu.simd import LANES
-from baton.kernels.cpu.tiles import TILE_COLUMNS, end_tiles
+from baton.kernels.cpu.tiles import TILE_COLUMNS, TILE_ROWS, begin_tiles, end_tiles
 from baton.kernels.cpu.transposes import copy_line, divide, transpose
 
 NARROW_BYTES, ADDRESS_BYTES = 2, 8
@@ -212,7 +211,7 @@ def attend_in_tiles(
     limit = positions[end - 1] + 1
     oldest = max(positions[start] - window + 1, 0) if window > 0 else 0
     tokens_ahead = max(1, bytes_ahead // (2 * TILE * max(1, ahead) * kv.strides[4])) * TILE
-    begin_tiles()
+    begin_tiles(TILE_ROWS)
     for base in range(oldest // TILE * TILE, limit, TILE):
         if ahead > 0 and (base - oldest // TILE * TILE) % tokens_ahead == 0:
             read_ahead(kv, layer, head, ahead, pages, max(base, oldest), min(base + tokens_ahead, limit))

@@ -1,8 +1,7 @@
 """A tile of 64 keys and 16 vectors in tiles of Intel AMX: each vector is a lane, or a column of a tile.
 
-Online softmax in powers of 2. A maximum follows scores only if they exceed it by `SLACK`, so that
-sums are seldom multiplied: weights of more than 1 cost no precision. A weight is split into two bfloat16 numbers, which
-lose 2^-16 of it.
+Online softmax in powers of 2. A maximum follows scores only if they exceed it by `SLACK`, so that sums are seldom
+multiplied: weights of more than 1 cost no precision. A weight is split into two bfloat16 numbers, which lose 2^-16.
 
 Shapes: D elements of a key or value, a multiple of 32. All arrays are addresses of whole cache lines.
 """
@@ -24,7 +23,6 @@ from baton.kernels.cpu.tiles import (
     TILE_PAIRS,
     TILE_ROWS,
     add_product,
-    configure,
     load_tile,
     store_tile,
     zero,
@@ -51,14 +49,6 @@ _EVERY_LANE = ir.Constant(_I16, -1)
 
 def _number(value: int) -> Any:
     return ir.Constant(_I64, value)
-
-
-def _begun(typing_context: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        configure(builder, dict.fromkeys(range(8), _number(TILE_ROWS)))
-        return context.get_dummy_value()
-
-    return numba.void(), generate
 
 
 def _scored(typing_context: Any, keys: Any, queries: Any, steps: Any, scores: Any) -> Any:
@@ -254,7 +244,6 @@ def _checked(typing_context: Any, numbers: Any, num_lines: Any) -> Any:
 
 
 _Call = Callable[..., Any]
-begin_tiles = cast(_Call, intrinsic(_begun))
 score = cast(_Call, intrinsic(_scored))
 soften = cast(_Call, intrinsic(prefer_literal=True)(_softened))
 add_values = cast(_Call, intrinsic(_summed))
