@@ -90,7 +90,7 @@ async def test_no_request_waits_for_a_thread_that_died_as_it_came(monkeypatch: p
         engine.close()
 
 
-async def test_the_drafter_waits_until_the_loop_has_sent_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_drafter_waits_until_the_loop_has_sent_the_first_token() -> None:
     drafter = SpeculativeConfig("eagle3", model="models/baton-demo-eagle3", num_speculative_tokens=3)
     engine = AsyncEngine(EngineConfig(model=TARGET, speculative_config=drafter))
     executor, order = engine_of(engine).core.executor, list[str]()
@@ -100,8 +100,8 @@ async def test_the_drafter_waits_until_the_loop_has_sent_the_first_token(monkeyp
         order.append("drafts")
         return draft(plan)
 
-    monkeypatch.setattr(executor, "draft", noted)
-    monkeypatch.setattr(async_engine, "_SEND_WAIT_S", 60.0)
+    executor.draft = noted
+    engine.send_wait_s = 60.0
     engine.start()
     try:
         async for _ in engine.generate(request("r", [1, 2], SamplingParams(max_tokens=4, ignore_eos=True))):

@@ -25,8 +25,6 @@ from baton.wire import EngineInfo, EngineLoad, GenerateRequest, TokenChunk
 
 logger = logging.getLogger(__name__)
 
-# The engine thread waits at most so long for its loop to send first tokens.
-_SEND_WAIT_S = 1e-3
 # A chunk, and whether it is the request's last; None if the engine has died.
 _Delivery = tuple[TokenChunk, bool] | None
 
@@ -65,6 +63,9 @@ def _cache_config(config: EngineConfig, num_tokens: int) -> dict[str, str]:
 
 class AsyncEngine:
     """Loads the model at construction (seconds), serves from `start` to `close`. Raises what `build_engine` raises."""
+
+    # The engine thread waits at most so long for its loop to send first tokens.
+    send_wait_s = 1e-3
 
     def __init__(
         self,
@@ -212,7 +213,7 @@ class AsyncEngine:
 
     def _let_the_loop_send(self) -> None:
         """Otherwise first tokens wait for the GIL, or for a core: up to 13 ms, while D's first step has them all."""
-        self._sent.wait(_SEND_WAIT_S)
+        self._sent.wait(self.send_wait_s)
         self._sent.clear()
 
     def _emit(self, chunk: TokenChunk, last: bool) -> None:
