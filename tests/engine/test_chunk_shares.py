@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from baton.engine.prompt_budget import PromptBudget
@@ -120,6 +120,7 @@ def test_a_long_prompt_that_is_held_is_short() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 3)), min_size=1, max_size=12))
+@example([(1, 0), (42, 0), (7, 0), (16, 0), (14, 2)])  # one that fits is older than a running one
 def test_no_prompt_starves_and_no_token_of_a_step_is_wasted(arrivals: list[tuple[int, int]]) -> None:
     scheduler = new_scheduler()
     requests: list[Request] = []

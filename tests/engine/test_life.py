@@ -69,8 +69,8 @@ def test_every_request_ends_once_in_one_place(
     ended: list[tuple[EngineCore, str]] = []
     end = EngineCore._end
 
-    def note(core: EngineCore, one: Request, reason: FinishReason | None, error: str | None = None) -> None:
-        end(core, one, reason, error)
+    def note(core: EngineCore, one: Request, reason: FinishReason | None, *how: Any, **more: Any) -> None:
+        end(core, one, reason, *how, **more)
         assert one.status is RequestStatus.FINISHED
         assert one.request_id not in core.requests
         ended.append((core, one.request_id))

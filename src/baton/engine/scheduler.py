@@ -134,7 +134,8 @@ class Scheduler:
         long: Request | None = None
         if prefilling and self.waiting and self.waiting[0].turn < prefilling[0].turn:
             first = self.waiting[0]  # a shorter one has shared with one before it
-            if self._start(first, batch, batch.budget - batch.budget // 2) and batch.num_left(first):
+            is_long = self.num_missing(first) > batch.budget
+            if self._start(first, batch, batch.budget - (batch.budget // 2 if is_long else 0)) and is_long:
                 long = first
         for request in prefilling:
             if request.status is not RequestStatus.RUNNING:
