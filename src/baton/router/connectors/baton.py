@@ -17,7 +17,7 @@ from baton.wire import GenerateRequest, HandoffParams, LegRole, Mode, Role
 
 # For the first token of a prefill engine on the same host. KV of longer prefills is copied during the prefill, and
 # needs D's pages by then.
-FIRST_TOKEN_WAIT_S = 0.05
+FIRST_TOKEN_WAIT_S = 0.02
 # Sampling parameters of legs that compute nothing.
 _NOTHING = SamplingParams(max_tokens=1, temperature=0.0)
 
