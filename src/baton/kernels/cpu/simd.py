@@ -33,6 +33,10 @@ def has_features(*names: str) -> bool:
     return all(binding.get_host_cpu_features().get(name) for name in names)
 
 
+def i64(number: int) -> Any:
+    return ir.Constant(_I64, number)
+
+
 def element_bytes(element: Any) -> int:
     return 4 if element == numba.float32 else 2
 

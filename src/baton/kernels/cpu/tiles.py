@@ -13,7 +13,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.extending import intrinsic
 
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
-from baton.kernels.cpu.simd import cgutils, has_features
+from baton.kernels.cpu.simd import LANES, cgutils, has_features, i64, load_widened
 
 HAS_TILES = HAS_BF16_PAIRS and has_features("amx-tile", "amx-bf16")
 # Rows, bytes of a row, bfloat16 columns and pairs of them.
@@ -23,6 +23,7 @@ LEFTS, RIGHTS = range(6), (6, 7)
 # Linux: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 _I8, _I64 = ir.IntType(8), ir.IntType(64)
+_VECTOR = ir.VectorType(ir.FloatType(), LANES)
 
 
 @functools.cache
@@ -46,6 +47,22 @@ def configure(builder: Any, heights: Mapping[int, Any], row_bytes: Mapping[int, 
         to = builder.gep(config, [ir.Constant(_I64, 0), ir.Constant(_I64, place)])
         builder.store(ir.Constant(_I64, word) if isinstance(word, int) else word, to)
     _call(builder, "ldtilecfg", builder.bitcast(config, _I8.as_pointer()))
+
+
+def stack_space(builder: Any, num_bytes: int) -> Any:
+    """The address of whole cache lines."""
+    space = cgutils.alloca_once(builder, ir.ArrayType(_I64, num_bytes // 8))
+    space.align = TILE_BYTES
+    return builder.ptrtoint(space, _I64)
+
+
+def biases(builder: Any, at: Any, chunks: int) -> list[Any]:
+    """16 of each chunk, of bfloat16 at address `at`. For 0 they are -0, so that a sum of -0 stays as it is."""
+    found = [cgutils.alloca_once_value(builder, ir.Constant(_VECTOR, [-0.0] * LANES)) for _ in range(chunks)]
+    with builder.if_then(builder.icmp_signed("!=", at, i64(0))):
+        for chunk, to in enumerate(found):
+            builder.store(load_widened(builder, builder.add(at, i64(2 * LANES * chunk)), 2), to)
+    return [builder.load(vector) for vector in found]
 
 
 def zero(builder: Any, tile: int) -> None:

@@ -13,51 +13,24 @@ from numba import carray  # type: ignore[attr-defined]
 from baton.jit_cache import jit
 from baton.kernels.cpu.attention import few_softmax as softmax
 from baton.kernels.cpu.attention.online_softmax import F32_BYTES, TILE, tokens_seen
-from baton.kernels.cpu.attention.pages import LINE, find_keys, read_ahead
+from baton.kernels.cpu.attention.pages import read_ahead
 from baton.kernels.cpu.attention.tiled import (
     ADDRESS,
     LOG2_E_F32,
-    NARROW,
     NARROW_BYTES,
+    begin_scratch,
     group_places,
+    load_tile,
     places,
     take_queries,
 )
 from baton.kernels.cpu.omp import pointer
 from baton.kernels.cpu.simd import LANES
 from baton.kernels.cpu.tiles import TILE_COLUMNS, end_tiles
-from baton.kernels.cpu.transposes import copy_line
 
 MOST_ROWS, MOST_VECTORS = 2, 8
 _FEW_VECTORS = 4
 _ZERO = np.float32(0.0)
-
-
-@jit
-def _load_tile(kv: Any, layer: int, head: int, pages: Any, base: int, first: int, last: int, at: Any) -> bool:
-    """As `tiled._load_tile`, but values stay in pairs, and for each 16 keys their address is found. Keys of which a
-    page holds less than 16 are copied."""
-    size, page_size, rows = kv.shape[5], kv.shape[3], carray(pointer(at, ADDRESS), (LANES,))
-    keys, pairs, addresses_at, zeros, _, _, _ = places(at, size)
-    addresses = carray(pointer(addresses_at, ADDRESS), (TILE // LANES,))
-    row_bytes, pair_bytes, to_value = size * NARROW_BYTES, size * 2 * NARROW_BYTES, kv.strides[2]
-    for lane in range(0, TILE, LANES):
-        begin = base + lane
-        has_tokens = begin < last and begin + LANES > first
-        if has_tokens and not find_keys(kv, layer, head, pages, begin, first, last, rows):
-            return False
-        skipped = max(first - begin, 0)
-        addresses[lane // LANES] = rows[skipped] - skipped * kv.strides[3] if has_tokens else 0
-        if has_tokens and page_size % LANES != 0:
-            for j in range(LANES):
-                for offset in range(0, row_bytes, LINE):
-                    copy_line(rows[j] + offset, keys + (lane + j) * row_bytes + offset)
-            addresses[lane // LANES] = keys + lane * row_bytes
-        for j in range(0, LANES, 2):
-            even = rows[j] + to_value if first <= begin + j < last else zeros
-            odd = rows[j + 1] + to_value if first <= begin + j + 1 < last else zeros
-            softmax.interleave(even, odd, size, pairs + (lane + j) // 2 * pair_bytes)
-    return True
 
 
 def _rows_of(vectors: int) -> Any:
@@ -80,7 +53,7 @@ def _rows_of(vectors: int) -> Any:
                 continue
             if low != first or high != last:
                 first, last = low, high
-                if not _load_tile(kv, layer, head, pages, base, base + first, base + last, at):
+                if not load_tile(kv, layer, head, pages, base, base + first, base + last, at, True):
                     return False
             sums, queries, maxima, totals, _, faded = group_places(groups, group + row - start, size)
             for part in range(TILE // LANES):
@@ -105,14 +78,12 @@ _attend_4, _attend_8 = _rows_of(_FEW_VECTORS), _rows_of(MOST_VECTORS)
 @jit
 def attend_few(
     scratch: Any, kv: Any, layer: int, head: int, num_heads: int, group: int, query: Any, out: Any, start: int,
-    end: int, positions: Any, pages: Any, scale: Any, window: int, sinks: Any, bytes_ahead: int,
+    end: int, positions: Any, pages: Any, scale: Any, window: int, sinks: Any,
 ) -> bool:  # fmt: skip
     """As `paged._attend_block` for several KV heads, with the space of `scratch_for`."""
-    size, at, factor, is_valid = kv.shape[5], np.int64(scratch.ctypes.data), scale * LOG2_E_F32, True
-    at += -at % LINE
-    _, _, _, zeros_at, _, _, groups = places(at, size)
-    zeros = carray(pointer(zeros_at, NARROW), (size,))
-    zeros[:] = NARROW
+    size, factor, is_valid = kv.shape[5], scale * LOG2_E_F32, True
+    at = begin_scratch(scratch, size)
+    _, _, _, _, _, _, groups = places(at, size)
     vectors, num_rows = _FEW_VECTORS if group <= _FEW_VECTORS else MOST_VECTORS, end - start
     for number in range(num_heads * num_rows):
         place, row = group_places(groups, number, size)[0], start + number % num_rows
@@ -123,10 +94,8 @@ def attend_few(
         softmax.begin_tiles(_FEW_VECTORS)
     else:
         softmax.begin_tiles(MOST_VECTORS)
-    tokens_ahead = max(1, bytes_ahead // (2 * TILE * num_heads * kv.strides[4])) * TILE
     for base in range(oldest // TILE * TILE, limit, TILE):
-        if (base - oldest // TILE * TILE) % tokens_ahead == 0:
-            read_ahead(kv, layer, head, num_heads, pages, max(base, oldest), min(base + tokens_ahead, limit))
+        read_ahead(kv, layer, head, num_heads, pages, base, oldest, limit)
         for number in range(num_heads):
             given = at, kv, layer, head + number, base, number * num_rows, start, end, positions, pages, factor, window
             is_valid = is_valid and (_attend_4(*given) if vectors == _FEW_VECTORS else _attend_8(*given))

@@ -14,8 +14,29 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.extending import intrinsic
 
 from baton.kernels.cpu.attention.online_softmax import F32_BYTES, TILE
-from baton.kernels.cpu.attention.tiled_softmax import PARTS, SLACK, STEPS, power_of_2, split
-from baton.kernels.cpu.simd import LANES, cgutils, constant, fma, larger, load, shuffled, splat, store, store_rounded
+from baton.kernels.cpu.attention.tiled_softmax import (
+    PARTS,
+    STEPS,
+    any_lane,
+    faded_by,
+    interleaving,
+    power_of_2,
+    raised,
+    split,
+)
+from baton.kernels.cpu.simd import (
+    LANES,
+    cgutils,
+    constant,
+    fma,
+    i64,
+    larger,
+    load,
+    shuffled,
+    splat,
+    store,
+    store_rounded,
+)
 from baton.kernels.cpu.tiles import (
     TILE_BYTES,
     TILE_PAIRS,
@@ -32,18 +53,16 @@ _SCORES, _KEYS, _QUERIES, _SUMS, _WEIGHTS, _VALUES = 0, 1, 2, 3, 4, (5, 6)
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _WORDS = ir.VectorType(_I32, LANES)
 _QUARTER = LANES // 4
-
-
-def _number(value: int) -> Any:
-    return ir.Constant(_I64, value)
+# Pairs in this order take one instruction. It is that of the sums.
+_HALVES = [[number for number in range(2 * LANES) if number // _QUARTER % 2 == half] for half in range(2)]
 
 
 def _begun(typing_context: Any, num_vectors: Any) -> Any:
     vectors = num_vectors.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        heights = dict.fromkeys((_SCORES, _KEYS, _QUERIES, *_VALUES), _number(TILE_ROWS))
-        heights |= dict.fromkeys((_SUMS, _WEIGHTS), _number(vectors))
+        heights = dict.fromkeys((_SCORES, _KEYS, _QUERIES, *_VALUES), i64(TILE_ROWS))
+        heights |= dict.fromkeys((_SUMS, _WEIGHTS), i64(vectors))
         configure(builder, heights, dict.fromkeys((_SCORES, _QUERIES), F32_BYTES * vectors))
         return context.get_dummy_value()
 
@@ -60,11 +79,11 @@ def _scored(
         _, keys, key_bytes, queries, steps, scores = args
         zero(builder, _SCORES)
         with cgutils.for_range(builder, steps, intp=_I64) as loop:
-            at = builder.add(queries, builder.mul(loop.index, _number(TILE_BYTES * TILE_PAIRS)))
-            load_tile(builder, _QUERIES, at, _number(TILE_BYTES))
-            load_tile(builder, _KEYS, builder.add(keys, builder.mul(loop.index, _number(TILE_BYTES))), key_bytes)
+            at = builder.add(queries, builder.mul(loop.index, i64(TILE_BYTES * TILE_PAIRS)))
+            load_tile(builder, _QUERIES, at, i64(TILE_BYTES))
+            load_tile(builder, _KEYS, builder.add(keys, builder.mul(loop.index, i64(TILE_BYTES))), key_bytes)
             add_product(builder, _SCORES, _KEYS, _QUERIES)
-        store_tile(builder, _SCORES, scores, _number(F32_BYTES * vectors))
+        store_tile(builder, _SCORES, scores, i64(F32_BYTES * vectors))
         return context.get_dummy_value()
 
     return numba.void(num_vectors, *[numba.int64] * 5), generate
@@ -97,8 +116,7 @@ def _softened(
             shown = [larger(builder, *pair) for pair in zip(shown[::2], shown[1::2], strict=True)]
         factor, before = splat(builder, factor), load(builder, maximum)
         peak = builder.fmul(_over_keys(builder, shown[0], vectors, larger), factor)
-        grows = builder.fcmp_ordered(">", peak, builder.fadd(before, constant(builder, SLACK)))
-        peak = builder.select(grows, peak, before)
+        grows, peak = raised(builder, before, peak)
         minus = builder.fneg(peak)
         powers = [power_of_2(builder, fma(builder, row, factor, minus)) for row in rows]
         powers = [masked(number, power, 0.0) for number, power in enumerate(powers)]
@@ -112,11 +130,11 @@ def _softened(
         for part, halves in enumerate(_as_rows(builder, powers, vectors)):
             for row, vector in enumerate(halves):
                 store(builder, vector, weights, TILE_BYTES * (len(halves) * part + row))
-        fading = builder.select(grows, power_of_2(builder, builder.fsub(before, peak)), constant(builder, 1.0))
+        fading = faded_by(builder, grows, before, peak)
         store(builder, fma(builder, load(builder, total), fading, added), total)
         store(builder, peak, maximum)
         store(builder, fading, faded)
-        return builder.icmp_unsigned("!=", builder.bitcast(grows, _I16), ir.Constant(_I16, 0))
+        return any_lane(builder, grows)
 
     arguments = (numba.int64, numba.float32, *[numba.int64] * 6)
     return numba.boolean(num_vectors, is_masked, *arguments), generate
@@ -170,18 +188,18 @@ def _summed(typing_context: Any, num_vectors: Any, pairs: Any, weights: Any, sum
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, pairs, weights, sums, size = args
-        row_bytes = builder.mul(size, _number(F32_BYTES))
-        step_bytes = builder.mul(row_bytes, _number(TILE_PAIRS))
-        with cgutils.for_range(builder, builder.sdiv(size, _number(LANES)), intp=_I64) as loop:
-            column = builder.mul(loop.index, _number(TILE_BYTES))
+        row_bytes = builder.mul(size, i64(F32_BYTES))
+        step_bytes = builder.mul(row_bytes, i64(TILE_PAIRS))
+        with cgutils.for_range(builder, builder.sdiv(size, i64(LANES)), intp=_I64) as loop:
+            column = builder.mul(loop.index, i64(TILE_BYTES))
             here = builder.add(sums, column)
             load_tile(builder, _SUMS, here, row_bytes)
             for step, tile in enumerate(_VALUES):
-                at = builder.add(pairs, builder.mul(step_bytes, _number(step)))
+                at = builder.add(pairs, builder.mul(step_bytes, i64(step)))
                 load_tile(builder, tile, builder.add(at, column), row_bytes)
             for number in range(PARTS * STEPS):
-                at = builder.add(weights, _number(TILE_BYTES * vectors * number))
-                load_tile(builder, _WEIGHTS, at, _number(TILE_BYTES))
+                at = builder.add(weights, i64(TILE_BYTES * vectors * number))
+                load_tile(builder, _WEIGHTS, at, i64(TILE_BYTES))
                 add_product(builder, _SUMS, _WEIGHTS, _VALUES[number % STEPS])
             store_tile(builder, _SUMS, here, row_bytes)
         return context.get_dummy_value()
@@ -195,36 +213,16 @@ def _faded(typing_context: Any, num_vectors: Any, sums: Any, size: Any, factors:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, sums, size, factors = args
-        row_bytes = builder.mul(size, _number(F32_BYTES))
+        row_bytes = builder.mul(size, i64(F32_BYTES))
         for vector in range(vectors):
             factor = splat(builder, load(builder, factors, F32_BYTES * vector, _F32))
-            row = builder.add(sums, builder.mul(row_bytes, _number(vector)))
-            with cgutils.for_range(builder, builder.sdiv(size, _number(LANES)), intp=_I64) as loop:
-                at = builder.add(row, builder.mul(loop.index, _number(TILE_BYTES)))
+            row = builder.add(sums, builder.mul(row_bytes, i64(vector)))
+            with cgutils.for_range(builder, builder.sdiv(size, i64(LANES)), intp=_I64) as loop:
+                at = builder.add(row, builder.mul(loop.index, i64(TILE_BYTES)))
                 store(builder, builder.fmul(load(builder, at), factor), at)
         return context.get_dummy_value()
 
     return numba.void(num_vectors, *[numba.int64] * 3), generate
-
-
-def _interleaved(typing_context: Any, first: Any, second: Any, count: Any, out: Any) -> Any:
-    """Pairs of two rows' numbers, `count` of bfloat16, a multiple of 32: of each 32 first the 16 whose number modulo 8
-    is less than 4, which takes one instruction."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        first, second, count, out = args
-        width = 2 * LANES
-        with cgutils.for_range(builder, builder.sdiv(count, _number(width)), intp=_I64) as loop:
-            offset = builder.mul(loop.index, _number(TILE_BYTES))
-            rows = [load(builder, at, offset, ir.VectorType(_I16, width)) for at in (first, second)]
-            to = builder.add(out, builder.mul(offset, _number(2)))
-            for half in range(2):
-                numbers = [number for number in range(width) if number // _QUARTER % 2 == half]
-                lanes = ir.Constant(ir.VectorType(_I32, width), [n + other for n in numbers for other in (0, width)])
-                store(builder, builder.shuffle_vector(*rows, lanes), to, TILE_BYTES * half)
-        return context.get_dummy_value()
-
-    return numba.void(*[numba.int64] * 4), generate
 
 
 def _divided(typing_context: Any, sums: Any, size: Any, total: Any, out: Any) -> Any:
@@ -233,16 +231,14 @@ def _divided(typing_context: Any, sums: Any, size: Any, total: Any, out: Any) ->
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         sums, size, total, out = args
         total = splat(builder, total)
-        with cgutils.for_range(builder, builder.sdiv(size, _number(2 * LANES)), intp=_I64) as loop:
-            at = builder.add(sums, builder.mul(loop.index, _number(2 * TILE_BYTES)))
+        with cgutils.for_range(builder, builder.sdiv(size, i64(2 * LANES)), intp=_I64) as loop:
+            at = builder.add(sums, builder.mul(loop.index, i64(2 * TILE_BYTES)))
             halves = [builder.fdiv(load(builder, at, TILE_BYTES * half), total) for half in range(2)]
             places = [LANES * half + lane for lane in range(0, LANES, _QUARTER) for half in range(2)]
             for half in range(2):
                 begins = places[half * len(places) // 2 : (half + 1) * len(places) // 2]
                 lanes = [begin + lane for begin in begins for lane in range(_QUARTER)]
-                to = builder.add(
-                    out, builder.add(builder.mul(loop.index, _number(TILE_BYTES)), _number(2 * LANES * half))
-                )
+                to = builder.add(out, builder.add(builder.mul(loop.index, i64(TILE_BYTES)), i64(2 * LANES * half)))
                 store_rounded(builder, shuffled(builder, halves[0], halves[1], lanes), to, 2)
         return context.get_dummy_value()
 
@@ -254,6 +250,6 @@ begin_tiles = cast(_Call, intrinsic(prefer_literal=True)(_begun))
 score = cast(_Call, intrinsic(prefer_literal=True)(_scored))
 soften = cast(_Call, intrinsic(prefer_literal=True)(_softened))
 add_values = cast(_Call, intrinsic(prefer_literal=True)(_summed))
-interleave = cast(_Call, intrinsic(_interleaved))
+interleave = cast(_Call, intrinsic(interleaving(_HALVES)))
 divide = cast(_Call, intrinsic(_divided))
 fade = cast(_Call, intrinsic(prefer_literal=True)(_faded))

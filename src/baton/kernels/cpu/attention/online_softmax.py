@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from baton.jit_cache import jit
-from baton.kernels.cpu.attention.pages import LINE
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS, pair_products
 from baton.kernels.cpu.scalar import exp32, from_f32, to_f32
 from baton.kernels.cpu.simd import CHUNKS, LANES, chunks_at_once, exponentials, largest, products
@@ -24,6 +23,8 @@ TILE = CHUNKS * LANES
 ROW_BLOCK = 4
 _AT_ONCE_1, _AT_ONCE_2, _AT_ONCE_3, _AT_ONCE_4 = (chunks_at_once(rows) for rows in range(1, ROW_BLOCK + 1))
 F32_BYTES = 4
+# Bytes of a cache line.
+LINE = 64
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 MINUS_INFINITY = np.float32(-np.inf)
 

@@ -15,6 +15,7 @@ from baton.jit_cache import jit
 from baton.kernels.cpu.attention.few import MOST_ROWS, MOST_VECTORS, attend_few
 from baton.kernels.cpu.attention.online_softmax import (
     F32_BYTES,
+    LINE,
     MINUS_INFINITY,
     ROW_BLOCK,
     TILE,
@@ -23,7 +24,7 @@ from baton.kernels.cpu.attention.online_softmax import (
     store_means,
     take_queries,
 )
-from baton.kernels.cpu.attention.pages import LINE, are_valid_slots, find_keys, page_of, read_ahead
+from baton.kernels.cpu.attention.pages import are_valid_slots, find_keys, page_of, read_ahead
 from baton.kernels.cpu.attention.tiled import attend_in_tiles, scratch_for
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
 from baton.kernels.cpu.omp import Kernel, float_of, pointer, take
@@ -34,11 +35,9 @@ from baton.kernels.cpu.transposes import transpose, widen
 
 # Query vectors that share one load of a tile: they fit in a core's cache. AMX takes more, if that leaves enough pieces.
 _QUERY_VECTORS, _MOST_QUERY_VECTORS, _MIN_PIECES = 128, 256, 16
-# Bytes read ahead at once, which a core's cache keeps until all heads have used them.
-_BYTES_AHEAD = 1 << 18
 # With this many requests, threads share the work well without splitting a request's heads.
 _MIN_REQUESTS = 4
-_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+_ZERO = np.float32(0.0)
 # Arguments of WRITE and ATTEND, after the counter of `take`. Names of arrays stand for addresses. FAULT starts as 0.
 NUM_ARGUMENTS = 25
 (
@@ -151,10 +150,8 @@ def _attend_block(
     values[:, size:] = _ZERO
     limit = positions[end - 1] + 1
     oldest = max(positions[start] - window + 1, 0) if window > 0 else 0
-    tokens_ahead = max(1, _BYTES_AHEAD // (2 * TILE * max(1, ahead) * kv.strides[4])) * TILE
     for base in range(oldest // TILE * TILE, limit, TILE):
-        if ahead > 0 and (base - oldest // TILE * TILE) % tokens_ahead == 0:
-            read_ahead(kv, layer, head, ahead, pages, max(base, oldest), min(base + tokens_ahead, limit))
+        read_ahead(kv, layer, head, ahead, pages, base, oldest, limit)
         first, last = max(base, oldest), min(base + TILE, limit)
         if not _load_tile(kv, layer, head, pages, base, first, last, keys, values, rows, in_pairs):
             return False
@@ -199,14 +196,14 @@ def attend_pieces(
                     if HAS_TILES and is_few:
                         is_valid = is_valid and attend_few(
                             scratch, kv, layer, first, heads_per_piece, group, query, out, start, end, positions,
-                            page_table[r], scale, window, sinks, _BYTES_AHEAD,
+                            page_table[r], scale, window, sinks,
                         )  # fmt: skip
                     for head in range(first, first if is_few else first + heads_per_piece):
                         ahead = heads_per_piece if head == first else 0
                         if HAS_TILES and in_tiles:
                             is_valid = is_valid and attend_in_tiles(
                                 scratch, kv, layer, head, ahead, group, query, out, start, end, positions,
-                                page_table[r], scale, window, sinks, _BYTES_AHEAD,
+                                page_table[r], scale, window, sinks,
                             )  # fmt: skip
                         else:
                             is_valid = is_valid and _attend_block(

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 from baton.jit_cache import jit
+from baton.kernels.cpu.attention.online_softmax import LINE, TILE
 from baton.kernels.cpu.simd import LANES, touch
 
-# Bytes of a cache line.
-LINE = 64
+# Bytes read ahead at once, which a core's cache keeps until all heads have used them.
+_BYTES_AHEAD = 1 << 18
 
 
 @jit
@@ -54,8 +55,18 @@ def find_keys(kv: Any, layer: int, head: int, pages: Any, begin: int, first: int
 
 
 @jit
-def read_ahead(kv: Any, layer: int, head: int, num_heads: int, pages: Any, first: int, last: int) -> None:
-    """Bring tokens [first, last) of `num_heads` heads into this core's cache: contiguous bytes come faster."""
+def read_ahead(kv: Any, layer: int, head: int, num_heads: int, pages: Any, base: int, oldest: int, limit: int) -> None:
+    """Before the tile at `base`, now and then: bring the next of tokens [oldest, limit) of `num_heads` heads (0: none)
+    into this core's cache. Contiguous bytes come faster."""
+    if num_heads == 0:
+        return
+    count = max(1, _BYTES_AHEAD // (2 * TILE * num_heads * kv.strides[4])) * TILE
+    if (base - oldest // TILE * TILE) % count == 0:
+        _read(kv, layer, head, num_heads, pages, max(base, oldest), min(base + count, limit))
+
+
+@jit
+def _read(kv: Any, layer: int, head: int, num_heads: int, pages: Any, first: int, last: int) -> None:
     page_size = kv.shape[3]
     token = first
     while token < last:

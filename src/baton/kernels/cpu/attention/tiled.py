@@ -12,8 +12,9 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
 from baton.jit_cache import jit
-from baton.kernels.cpu.attention.online_softmax import F32_BYTES, MINUS_INFINITY, TILE
-from baton.kernels.cpu.attention.pages import LINE, find_keys, read_ahead
+from baton.kernels.cpu.attention.few_softmax import interleave as interleave_for_few
+from baton.kernels.cpu.attention.online_softmax import F32_BYTES, LINE, MINUS_INFINITY, TILE
+from baton.kernels.cpu.attention.pages import find_keys, read_ahead
 from baton.kernels.cpu.attention.tiled_softmax import (
     LOG2_E,
     WEIGHT_BYTES,
@@ -29,7 +30,7 @@ from baton.kernels.cpu.simd import LANES
 from baton.kernels.cpu.tiles import TILE_COLUMNS, TILE_ROWS, begin_tiles, end_tiles
 from baton.kernels.cpu.transposes import copy_line, divide, transpose
 
-NARROW_BYTES, ADDRESS_BYTES = 2, 8
+NARROW_BYTES, _ADDRESS_BYTES = 2, 8
 _SCORE_BYTES, _VALUE_BYTES = TILE * LINE, TILE * NARROW_BYTES
 _ZERO, _ONE, ADDRESS, NARROW = np.float32(0.0), np.float32(1.0), np.int64(0), np.uint16(0)
 LOG2_E_F32 = np.float32(LOG2_E)
@@ -40,7 +41,7 @@ def places(at: Any, size: int) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
     """The parts of the scratch space after 16 addresses: keys [64, D], values in pairs [32, D, 2] and transposed [D,
     64], a row of zeros, two groups' scores [64, 16] and weights [2, 32, 16, 2], and the groups."""
     row = size * NARROW_BYTES
-    keys = at + LANES * ADDRESS_BYTES
+    keys = at + LANES * _ADDRESS_BYTES
     zeros = keys + 3 * TILE * row
     scores = zeros + row
     weights = scores + 2 * _SCORE_BYTES
@@ -87,32 +88,62 @@ def take_queries(
 
 
 @jit
-def _load_tile(
-    kv: Any, layer: int, head: int, pages: Any, base: int, first: int, last: int, at: Any
+def begin_scratch(scratch: Any, size: int) -> Any:
+    """The address of `scratch_for`'s space."""
+    at = np.int64(scratch.ctypes.data)
+    at += -at % LINE
+    zeros = carray(pointer(places(at, size)[3], NARROW), (size,))
+    zeros[:] = NARROW
+    return at
+
+
+@jit
+def load_tile(
+    kv: Any, layer: int, head: int, pages: Any, base: int, first: int, last: int, at: Any, is_for_few: bool
 ) -> bool:  # fmt: skip
-    """Load tokens [first, last) of the tile at `base`. Other tokens' values are zeros, their keys undefined. Returns
-    False for a bad page id."""
+    """Load tokens [first, last) of the tile at `base`: keys, and values in pairs. Other tokens' values are zeros, their
+    keys undefined. Returns False for a bad page id.
+
+    `is_for_few`: pairs are in `few_softmax`'s order, and keys stay where 16 are in one page. Each 16 keys' address is
+    at the place of transposed values, 0 if none is loaded.
+    """
     size, rows = kv.shape[5], carray(pointer(at, ADDRESS), (LANES,))
-    keys, pairs, values, zeros, _, _, _ = places(at, size)
+    keys, pairs, addresses_at, zeros, _, _, _ = places(at, size)
+    addresses, copies = carray(pointer(addresses_at, ADDRESS), (TILE // LANES,)), True
+    if is_for_few:
+        copies = kv.shape[3] % LANES != 0
     row_bytes, pair_bytes, to_value = size * NARROW_BYTES, size * 2 * NARROW_BYTES, kv.strides[2]
     for lane in range(0, TILE, LANES):
-        begin = base + lane
-        has_tokens = begin < last and begin + LANES > first
-        if has_tokens and not find_keys(kv, layer, head, pages, begin, first, last, rows):
-            return False
-        for j in range(LANES if has_tokens else 0):
-            for offset in range(0, row_bytes, LINE):
-                copy_line(rows[j] + offset, keys + (lane + j) * row_bytes + offset)
+        begin, address = base + lane, 0
+        if begin < last and begin + LANES > first:
+            if not find_keys(kv, layer, head, pages, begin, first, last, rows):
+                return False
+            skipped = max(first - begin, 0)
+            address = keys + lane * row_bytes if copies else rows[skipped] - skipped * kv.strides[3]
+            for j in range(LANES if copies else 0):
+                for offset in range(0, row_bytes, LINE):
+                    copy_line(rows[j] + offset, address + j * row_bytes + offset)
+        addresses[lane // LANES] = address
         for j in range(0, LANES, 2):
             even = rows[j] + to_value if first <= begin + j < last else zeros
             odd = rows[j + 1] + to_value if first <= begin + j + 1 < last else zeros
-            interleave(even, odd, size, pairs + (lane + j) // 2 * pair_bytes)
+            to = pairs + (lane + j) // 2 * pair_bytes
+            if is_for_few:
+                interleave_for_few(even, odd, size, to)
+            else:
+                interleave(even, odd, size, to)
+    return True
+
+
+@jit
+def _transpose_values(at: Any, size: int) -> None:
+    rows, pair_bytes = carray(pointer(at, ADDRESS), (LANES,)), size * 2 * NARROW_BYTES
+    _, pairs, values, _, _, _, _ = places(at, size)
     for half in range(0, TILE // 2, LANES):
         for j in range(LANES):
             rows[j] = pairs + (half + j) * pair_bytes
         for d in range(0, size, LANES):
             transpose(_ZERO, at, d * F32_BYTES, values + d * _VALUE_BYTES + half * F32_BYTES, _VALUE_BYTES)
-    return True
 
 
 @jit
@@ -120,22 +151,19 @@ def _attend_whole(at: Any, size: int, num_groups: int, factor: Any) -> None:
     """All vectors see the tile. Tiles are multiplied while the weights of another group are computed."""
     keys, _, values, _, scores, weights, groups = places(at, size)
     steps = size // TILE_COLUMNS
-    sums, queries, maxima, totals, seen, faded = group_places(groups, 0, size)
-    score(keys, queries, steps, scores)
+    score(keys, group_places(groups, 0, size)[1], steps, scores)
     for number in range(num_groups):
-        after, queries, next_maxima, next_totals, next_seen, next_faded = group_places(groups, number + 1, size)
+        sums, _, maxima, totals, seen, faded = group_places(groups, number, size)
         here, there = number % 2, (number + 1) % 2
         if number + 1 < num_groups:
-            score(keys, queries, steps, scores + there * _SCORE_BYTES)
+            score(keys, group_places(groups, number + 1, size)[1], steps, scores + there * _SCORE_BYTES)
         if number > 0:
-            before = group_places(groups, number - 1, size)[0]
-            add_values(values, weights + there * WEIGHT_BYTES, before, size)
+            add_values(values, weights + there * WEIGHT_BYTES, group_places(groups, number - 1, size)[0], size)
         if soften(
             False, scores + here * _SCORE_BYTES, factor, seen, 0, 0, maxima, totals, weights + here * WEIGHT_BYTES,
             faded,
         ):  # fmt: skip
             fade(sums, size, faded)
-        sums, maxima, totals, seen, faded = after, next_maxima, next_totals, next_seen, next_faded
     last = num_groups - 1
     add_values(values, weights + last % 2 * WEIGHT_BYTES, group_places(groups, last, size)[0], size)
 
@@ -198,27 +226,24 @@ def _store_means(groups: Any, at: Any, out: Any, start: int, head: int, group: i
 @jit
 def attend_in_tiles(
     scratch: Any, kv: Any, layer: int, head: int, ahead: int, group: int, query: Any, out: Any, start: int, end: int,
-    positions: Any, pages: Any, scale: Any, window: int, sinks: Any, bytes_ahead: int,
+    positions: Any, pages: Any, scale: Any, window: int, sinks: Any,
 ) -> bool:  # fmt: skip
     """As `paged._attend_block`, with the space of `scratch_for`."""
-    size, count, at = kv.shape[5], (end - start) * group, np.int64(scratch.ctypes.data)
-    at += -at % LINE
-    _, pairs, _, zeros_at, _, _, groups = places(at, size)
+    size, count = kv.shape[5], (end - start) * group
+    at = begin_scratch(scratch, size)
+    _, pairs, _, _, _, _, groups = places(at, size)
     num_groups, factor, is_valid = (count + LANES - 1) // LANES, scale * LOG2_E_F32, True
-    zeros = carray(pointer(zeros_at, NARROW), (size,))
-    zeros[:] = NARROW
     take_queries(groups, at, query, positions, sinks, start, head, group, size, count, LANES)
     limit = positions[end - 1] + 1
     oldest = max(positions[start] - window + 1, 0) if window > 0 else 0
-    tokens_ahead = max(1, bytes_ahead // (2 * TILE * max(1, ahead) * kv.strides[4])) * TILE
     begin_tiles(TILE_ROWS)
     for base in range(oldest // TILE * TILE, limit, TILE):
-        if ahead > 0 and (base - oldest // TILE * TILE) % tokens_ahead == 0:
-            read_ahead(kv, layer, head, ahead, pages, max(base, oldest), min(base + tokens_ahead, limit))
+        read_ahead(kv, layer, head, ahead, pages, base, oldest, limit)
         first, last = max(base, oldest), min(base + TILE, limit)
-        is_valid = is_valid and _load_tile(kv, layer, head, pages, base, first, last, at)
+        is_valid = is_valid and load_tile(kv, layer, head, pages, base, first, last, at, False)
         if not is_valid:
             break
+        _transpose_values(at, size)
         if positions[start] >= base + TILE - 1 and (window == 0 or limit - window <= base):
             _attend_whole(at, size, num_groups, factor)
             continue

@@ -1,6 +1,6 @@
 """A tile of 64 keys and 16 vectors in tiles of Intel AMX: each vector is a lane, or a column of a tile.
 
-Online softmax in powers of 2. A maximum follows scores only if they exceed it by `SLACK`, so that sums are seldom
+Online softmax in powers of 2. A maximum follows scores only if they exceed it by `_SLACK`, so that sums are seldom
 multiplied: weights of more than 1 cost no precision. A weight is split into two bfloat16 numbers, which lose 2^-16.
 
 Shapes: D elements of a key or value, a multiple of 32. All arrays are addresses of whole cache lines.
@@ -8,7 +8,7 @@ Shapes: D elements of a key or value, a multiple of 32. All arrays are addresses
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numba
@@ -16,7 +16,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.extending import intrinsic
 
 from baton.kernels.cpu.attention.online_softmax import TILE
-from baton.kernels.cpu.simd import CHUNKS, LANES, cgutils, constant, fma, larger, load, splat, store
+from baton.kernels.cpu.simd import CHUNKS, LANES, cgutils, constant, fma, i64, larger, load, splat, store
 from baton.kernels.cpu.tiles import (
     TILE_BYTES,
     TILE_COLUMNS,
@@ -30,7 +30,7 @@ from baton.kernels.cpu.tiles import (
 
 LOG2_E = 1.4426950408889634
 # In powers of 2.
-SLACK = 8.0
+_SLACK = 8.0
 # Of 2^x, 0 <= x < 1, highest power first (least squares; an error of 2^-18).
 _POWER = (1.3426686e-2, 5.2242471e-2, 2.4128021e-1, 6.9304484e-1, 1.0)
 _WHOLE_TILE_BYTES = TILE_ROWS * TILE_BYTES
@@ -47,30 +47,26 @@ _VECTOR, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 _EVERY_LANE = ir.Constant(_I16, -1)
 
 
-def _number(value: int) -> Any:
-    return ir.Constant(_I64, value)
-
-
 def _scored(typing_context: Any, keys: Any, queries: Any, steps: Any, scores: Any) -> Any:
     """scores [64, 16] float32 = keys [64, D] times queries [D / 2, 16, 2] of bfloat16, D = 32 * `steps`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         keys, queries, steps, scores = args
-        key_bytes = builder.mul(steps, _number(TILE_BYTES))
-        group_bytes = builder.mul(key_bytes, _number(TILE_ROWS))
+        key_bytes = builder.mul(steps, i64(TILE_BYTES))
+        group_bytes = builder.mul(key_bytes, i64(TILE_ROWS))
         for group in range(_KEY_GROUPS):
             zero(builder, group)
         with cgutils.for_range(builder, steps, intp=_I64) as loop:
-            at = builder.add(queries, builder.mul(loop.index, _number(_WHOLE_TILE_BYTES)))
-            load_tile(builder, _QUERIES, at, _number(TILE_BYTES))
-            at = builder.add(keys, builder.mul(loop.index, _number(TILE_BYTES)))
+            at = builder.add(queries, builder.mul(loop.index, i64(_WHOLE_TILE_BYTES)))
+            load_tile(builder, _QUERIES, at, i64(TILE_BYTES))
+            at = builder.add(keys, builder.mul(loop.index, i64(TILE_BYTES)))
             for group in range(_KEY_GROUPS):
                 left = _KEY_GROUPS + group % 2
                 load_tile(builder, left, at, key_bytes)
                 add_product(builder, group, left, _QUERIES)
                 at = builder.add(at, group_bytes)
         for group in range(_KEY_GROUPS):
-            store_tile(builder, group, builder.add(scores, _number(_WHOLE_TILE_BYTES * group)), _number(TILE_BYTES))
+            store_tile(builder, group, builder.add(scores, i64(_WHOLE_TILE_BYTES * group)), i64(TILE_BYTES))
         return context.get_dummy_value()
 
     return numba.void(*[numba.int64] * 4), generate
@@ -82,20 +78,20 @@ def _summed(typing_context: Any, values: Any, weights: Any, sums: Any, size: Any
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         values, weights, sums, size = args
         for number, right in enumerate(_WEIGHTS):
-            at = builder.add(weights, _number(_WHOLE_TILE_BYTES * number))
-            load_tile(builder, right, at, _number(TILE_BYTES))
+            at = builder.add(weights, i64(_WHOLE_TILE_BYTES * number))
+            load_tile(builder, right, at, i64(TILE_BYTES))
         value_bytes = TILE_BYTES * STEPS
-        with cgutils.for_range(builder, builder.sdiv(size, _number(2 * TILE_ROWS)), intp=_I64) as loop:
+        with cgutils.for_range(builder, builder.sdiv(size, i64(2 * TILE_ROWS)), intp=_I64) as loop:
             for total in range(2):
-                row = builder.add(builder.mul(loop.index, _number(2 * TILE_ROWS)), _number(TILE_ROWS * total))
-                here = builder.add(sums, builder.mul(row, _number(TILE_BYTES)))
-                load_tile(builder, total, here, _number(TILE_BYTES))
-                at = builder.add(values, builder.mul(row, _number(value_bytes)))
+                row = builder.add(builder.mul(loop.index, i64(2 * TILE_ROWS)), i64(TILE_ROWS * total))
+                here = builder.add(sums, builder.mul(row, i64(TILE_BYTES)))
+                load_tile(builder, total, here, i64(TILE_BYTES))
+                at = builder.add(values, builder.mul(row, i64(value_bytes)))
                 for step in range(STEPS):
-                    load_tile(builder, 2 + step, builder.add(at, _number(TILE_BYTES * step)), _number(value_bytes))
+                    load_tile(builder, 2 + step, builder.add(at, i64(TILE_BYTES * step)), i64(value_bytes))
                 for number, right in enumerate(_WEIGHTS):
                     add_product(builder, total, 2 + number % STEPS, right)
-                store_tile(builder, total, here, _number(TILE_BYTES))
+                store_tile(builder, total, here, i64(TILE_BYTES))
         return context.get_dummy_value()
 
     return numba.void(*[numba.int64] * 4), generate
@@ -121,7 +117,7 @@ def _visible(builder: Any, seen: Any, base: Any, window: Any) -> Callable[[int],
     """A function of a key's number: the mask of the vectors that see it."""
     last = builder.sub(load(builder, seen, 0, _WORDS), splat(builder, builder.trunc(base, _I32)))
     first = builder.sub(last, splat(builder, builder.trunc(window, _I32)))
-    is_all = splat(builder, builder.icmp_signed("==", window, _number(0)))
+    is_all = splat(builder, builder.icmp_signed("==", window, i64(0)))
 
     def mask(key: int) -> Any:
         number = ir.Constant(_WORDS, [key] * LANES)
@@ -155,9 +151,7 @@ def _softened(
             most[part] = score if key < CHUNKS else larger(builder, most[part], score)
         factor, before = splat(builder, factor), load(builder, maximum)
         peak = larger(builder, larger(builder, most[0], most[2]), larger(builder, most[1], most[3]))
-        peak = builder.fmul(peak, factor)
-        grows = builder.fcmp_ordered(">", peak, builder.fadd(before, constant(builder, SLACK)))
-        peak = builder.select(grows, peak, before)
+        grows, peak = raised(builder, before, builder.fmul(peak, factor))
         minus, sums = builder.fneg(peak), [constant(builder, 0.0)] * CHUNKS
         for pair in range(TILE // 2):
             halves = []
@@ -169,15 +163,29 @@ def _softened(
             for part, words in enumerate(split(builder, *halves)):
                 store(builder, words, weights, WEIGHT_BYTES // PARTS * part + TILE_BYTES * pair)
         added = builder.fadd(builder.fadd(sums[0], sums[2]), builder.fadd(sums[1], sums[3]))
-        fading = power_of_2(builder, builder.fsub(before, peak))
-        fading = builder.select(grows, fading, constant(builder, 1.0))
+        fading = faded_by(builder, grows, before, peak)
         store(builder, fma(builder, load(builder, total), fading, added), total)
         store(builder, peak, maximum)
         store(builder, fading, faded)
-        return builder.icmp_unsigned("!=", builder.bitcast(grows, _I16), ir.Constant(_I16, 0))
+        return any_lane(builder, grows)
 
     arguments = (numba.int64, numba.float32, *[numba.int64] * 7)
     return numba.boolean(is_masked, *arguments), generate
+
+
+def raised(builder: Any, before: Any, most: Any) -> tuple[Any, Any]:
+    """Whether a maximum follows the greatest of new scores, and the maximum then."""
+    grows = builder.fcmp_ordered(">", most, builder.fadd(before, constant(builder, _SLACK)))
+    return grows, builder.select(grows, most, before)
+
+
+def faded_by(builder: Any, grows: Any, before: Any, peak: Any) -> Any:
+    """What sums under the maximum `before` are multiplied by."""
+    return builder.select(grows, power_of_2(builder, builder.fsub(before, peak)), constant(builder, 1.0))
+
+
+def any_lane(builder: Any, lanes: Any) -> Any:
+    return builder.icmp_unsigned("!=", builder.bitcast(lanes, _I16), ir.Constant(_I16, 0))
 
 
 def split(builder: Any, low: Any, high: Any) -> list[Any]:
@@ -199,31 +207,34 @@ def _faded(typing_context: Any, sums: Any, size: Any, factors: Any) -> Any:
         sums, size, factors = args
         factor = load(builder, factors)
         with cgutils.for_range(builder, size, intp=_I64) as loop:
-            at = builder.add(sums, builder.mul(loop.index, _number(TILE_BYTES)))
+            at = builder.add(sums, builder.mul(loop.index, i64(TILE_BYTES)))
             store(builder, builder.fmul(load(builder, at), factor), at)
         return context.get_dummy_value()
 
     return numba.void(*[numba.int64] * 3), generate
 
 
-def _interleaved(typing_context: Any, first: Any, second: Any, count: Any, out: Any) -> Any:
-    """out [count, 2] from two rows of `count` bfloat16 numbers, a multiple of 32."""
+def interleaving(halves: Sequence[Sequence[int]]) -> Any:
+    """The intrinsic: out [count, 2] from two rows of `count` bfloat16 numbers, a multiple of 32. Of each 32 come those
+    of the first of `halves`, then the others."""
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        first, second, count, out = args
-        width = 2 * LANES
-        row = ir.VectorType(_I16, width)
-        with cgutils.for_range(builder, builder.sdiv(count, _number(width)), intp=_I64) as loop:
-            offset = builder.mul(loop.index, _number(TILE_BYTES))
-            rows = [load(builder, at, offset, row) for at in (first, second)]
-            to = builder.add(out, builder.mul(offset, _number(2)))
-            for half in range(2):
-                lanes = [lane + other for lane in range(LANES * half, LANES * (half + 1)) for other in (0, width)]
-                mask = ir.Constant(ir.VectorType(_I32, width), lanes)
-                store(builder, builder.shuffle_vector(*rows, mask), to, TILE_BYTES * half)
-        return context.get_dummy_value()
+    def interleaved(typing_context: Any, first: Any, second: Any, count: Any, out: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            first, second, count, out = args
+            width = 2 * LANES
+            with cgutils.for_range(builder, builder.sdiv(count, i64(width)), intp=_I64) as loop:
+                offset = builder.mul(loop.index, i64(TILE_BYTES))
+                rows = [load(builder, at, offset, ir.VectorType(_I16, width)) for at in (first, second)]
+                to = builder.add(out, builder.mul(offset, i64(2)))
+                for half, numbers in enumerate(halves):
+                    lanes = [number + other for number in numbers for other in (0, width)]
+                    mask = ir.Constant(ir.VectorType(_I32, width), lanes)
+                    store(builder, builder.shuffle_vector(*rows, mask), to, TILE_BYTES * half)
+            return context.get_dummy_value()
 
-    return numba.void(*[numba.int64] * 4), generate
+        return numba.void(*[numba.int64] * 4), generate
+
+    return interleaved
 
 
 def _checked(typing_context: Any, numbers: Any, num_lines: Any) -> Any:
@@ -235,7 +246,7 @@ def _checked(typing_context: Any, numbers: Any, num_lines: Any) -> Any:
         infinite = ir.Constant(row, [0x7F80] * 2 * LANES)
         found = cgutils.alloca_once_value(builder, ir.Constant(_I32, 0))
         with cgutils.for_range(builder, num_lines, intp=_I64) as loop:
-            bits = load(builder, numbers, builder.mul(loop.index, _number(TILE_BYTES)), row)
+            bits = load(builder, numbers, builder.mul(loop.index, i64(TILE_BYTES)), row)
             odd = builder.icmp_unsigned("==", builder.and_(bits, infinite), infinite)
             builder.store(builder.or_(builder.load(found), builder.bitcast(odd, _I32)), found)
         return builder.icmp_unsigned("==", builder.load(found), ir.Constant(_I32, 0))
@@ -248,5 +259,5 @@ score = cast(_Call, intrinsic(_scored))
 soften = cast(_Call, intrinsic(prefer_literal=True)(_softened))
 add_values = cast(_Call, intrinsic(_summed))
 fade = cast(_Call, intrinsic(_faded))
-interleave = cast(_Call, intrinsic(_interleaved))
+interleave = cast(_Call, intrinsic(interleaving((range(LANES), range(LANES, 2 * LANES)))))
 are_finite = cast(_Call, intrinsic(_checked))

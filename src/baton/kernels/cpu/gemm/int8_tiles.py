@@ -22,6 +22,7 @@ from baton.kernels.cpu.simd import (
     cgutils,
     fma,
     has_features,
+    i64,
     load,
     load_widened,
     prefetch,
@@ -36,8 +37,10 @@ from baton.kernels.cpu.tiles import (
     TILE_ROWS,
     add_byte_product,
     begin_tiles,
+    biases,
     end_tiles,
     load_tile,
+    stack_space,
     store_tile,
     zero,
 )
@@ -54,16 +57,6 @@ _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _VECTOR, _WORDS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(_I32, LANES)
 
 
-def _i64(number: int) -> Any:
-    return ir.Constant(_I64, number)
-
-
-def _scratch(builder: Any, num_tiles: int) -> Any:
-    memory = cgutils.alloca_once(builder, ir.ArrayType(_I64, num_tiles * _SUM_BYTES // 8))
-    memory.align = TILE_BYTES
-    return builder.ptrtoint(memory, _I64)
-
-
 def _row_loop(builder: Any, num_rows: Any) -> Any:
     return cgutils.for_range(builder, num_rows, intp=_I64)
 
@@ -71,45 +64,45 @@ def _row_loop(builder: Any, num_rows: Any) -> Any:
 def _multiply_group(builder: Any, chunks: int, num_rows: Any, left: Any, right: Any, sums: Any, ahead: Any) -> None:
     """`ahead`: weights to fetch (0: none)."""
     part_bytes = _GROUP_WEIGHTS // chunks
-    load_tile(builder, _HIGH, left, _i64(TILE_BYTES))
-    load_tile(builder, _LOW, builder.add(left, builder.mul(num_rows, _i64(GROUP))), _i64(TILE_BYTES))
+    load_tile(builder, _HIGH, left, i64(TILE_BYTES))
+    load_tile(builder, _LOW, builder.add(left, builder.mul(num_rows, i64(GROUP))), i64(TILE_BYTES))
     for chunk in range(chunks):
-        with builder.if_then(builder.icmp_signed("!=", ahead, _i64(0))):
-            prefetch(builder, builder.add(ahead, _i64(part_bytes * chunk)), part_bytes)
+        with builder.if_then(builder.icmp_signed("!=", ahead, i64(0))):
+            prefetch(builder, builder.add(ahead, i64(part_bytes * chunk)), part_bytes)
         weights = RIGHTS[chunk % 2]
-        load_tile(builder, weights, builder.add(right, _i64(TILE_BYTES * chunk)), _i64(_STEP_BYTES))
+        load_tile(builder, weights, builder.add(right, i64(TILE_BYTES * chunk)), i64(_STEP_BYTES))
         for part, rows in enumerate((_HIGH, _LOW)):
             total = 2 * (chunk % 2) + part
             zero(builder, total)
             add_byte_product(builder, total, rows, weights)
-            store_tile(builder, total, builder.add(sums, _i64((2 * chunk + part) * _SUM_BYTES)), _i64(TILE_BYTES))
+            store_tile(builder, total, builder.add(sums, i64((2 * chunk + part) * _SUM_BYTES)), i64(TILE_BYTES))
 
 
 def _add_group(builder: Any, chunks: int, num_rows: Any, facts: Any, scale: Any, sums: Any, totals: Any) -> None:
     """As in `int8_products`. `facts`: rows' scales, minus their sums."""
-    scales = [load_widened(builder, builder.add(scale, _i64(2 * LANES * chunk)), 2) for chunk in range(chunks)]
+    scales = [load_widened(builder, builder.add(scale, i64(2 * LANES * chunk)), 2) for chunk in range(chunks)]
     seven = splat(builder, ir.Constant(_I32, 7))
     with _row_loop(builder, num_rows) as loop:
-        at = builder.add(facts, builder.mul(loop.index, _i64(8)))
+        at = builder.add(facts, builder.mul(loop.index, i64(8)))
         one, minus = splat(builder, load(builder, at, 0, ir.FloatType())), splat(builder, load(builder, at, 4, _I32))
-        row = builder.mul(loop.index, _i64(TILE_BYTES))
+        row = builder.mul(loop.index, i64(TILE_BYTES))
         for chunk in range(chunks):
             here = builder.add(sums, row)
             high = builder.add(load(builder, here, 2 * chunk * _SUM_BYTES, _WORDS), minus)
             low = load(builder, here, (2 * chunk + 1) * _SUM_BYTES, _WORDS)
             exact = builder.add(builder.shl(high, seven), low)
-            to = builder.add(builder.add(totals, row), _i64(chunk * _SUM_BYTES))
+            to = builder.add(builder.add(totals, row), i64(chunk * _SUM_BYTES))
             scaled = builder.fmul(scales[chunk], one)
             store(builder, fma(builder, builder.sitofp(exact, _VECTOR), scaled, load(builder, to)), to)
 
 
 def _ahead(builder: Any, index: Any, groups: Any, right: Any, then: Any) -> Any:
-    group = builder.add(index, _i64(_AHEAD))
+    group = builder.add(index, i64(_AHEAD))
     is_within = builder.icmp_signed("<", group, groups)
     base = builder.select(is_within, right, then)
     group = builder.select(is_within, group, builder.sub(group, groups))
-    found = builder.add(base, builder.mul(group, _i64(_GROUP_WEIGHTS)))
-    return builder.select(builder.icmp_signed("==", then, _i64(0)), then, found)
+    found = builder.add(base, builder.mul(group, i64(_GROUP_WEIGHTS)))
+    return builder.select(builder.icmp_signed("==", then, i64(0)), then, found)
 
 
 def _tile_products(
@@ -121,29 +114,26 @@ def _tile_products(
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, num_rows, left, groups, right, scale, then, bias, out, out_bytes = args
-        sums, totals = _scratch(builder, 2 * chunks), _scratch(builder, chunks)
+        sums, totals = stack_space(builder, 2 * chunks * _SUM_BYTES), stack_space(builder, chunks * _SUM_BYTES)
         with _row_loop(builder, num_rows) as loop:
-            at = builder.add(totals, builder.mul(loop.index, _i64(TILE_BYTES)))
+            at = builder.add(totals, builder.mul(loop.index, i64(TILE_BYTES)))
             for chunk in range(chunks):
                 store(builder, ir.Constant(_VECTOR, [0.0] * LANES), at, chunk * _SUM_BYTES)
         with cgutils.for_range(builder, groups, intp=_I64) as loop:
-            at = builder.add(left, builder.mul(builder.mul(loop.index, num_rows), _i64(GROUP_BYTES)))
-            here = builder.add(right, builder.mul(loop.index, _i64(_GROUP_WEIGHTS)))
+            at = builder.add(left, builder.mul(builder.mul(loop.index, num_rows), i64(GROUP_BYTES)))
+            here = builder.add(right, builder.mul(loop.index, i64(_GROUP_WEIGHTS)))
             ahead = _ahead(builder, loop.index, groups, right, then)
             _multiply_group(builder, chunks, num_rows, at, here, sums, ahead)
-            facts = builder.add(at, builder.mul(num_rows, _i64(2 * GROUP)))
-            scales = builder.add(scale, builder.mul(loop.index, _i64(2 * BLOCK)))
+            facts = builder.add(at, builder.mul(num_rows, i64(2 * GROUP)))
+            scales = builder.add(scale, builder.mul(loop.index, i64(2 * BLOCK)))
             _add_group(builder, chunks, num_rows, facts, scales, sums, totals)
-        added = [cgutils.alloca_once_value(builder, ir.Constant(_VECTOR, [-0.0] * LANES)) for _ in range(chunks)]
-        with builder.if_then(builder.icmp_signed("!=", bias, _i64(0))):
-            for chunk, vector in enumerate(added):
-                builder.store(load_widened(builder, builder.add(bias, _i64(2 * LANES * chunk)), 2), vector)
+        added = biases(builder, bias, chunks)
         with _row_loop(builder, num_rows) as loop:
-            at = builder.add(totals, builder.mul(loop.index, _i64(TILE_BYTES)))
+            at = builder.add(totals, builder.mul(loop.index, i64(TILE_BYTES)))
             to = builder.add(out, builder.mul(loop.index, out_bytes))
             for chunk, vector in enumerate(added):
-                total = builder.fadd(load(builder, at, chunk * _SUM_BYTES), builder.load(vector))
-                store_rounded(builder, total, builder.add(to, _i64(2 * LANES * chunk)), 2)
+                total = builder.fadd(load(builder, at, chunk * _SUM_BYTES), vector)
+                store_rounded(builder, total, builder.add(to, i64(2 * LANES * chunk)), 2)
         return context.get_dummy_value()
 
     return numba.void(num_chunks, *[numba.int64] * 9), generate

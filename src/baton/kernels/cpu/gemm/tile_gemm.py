@@ -14,15 +14,17 @@ from numba.extending import intrinsic
 
 from baton.jit_cache import jit
 from baton.kernels.cpu.bf16_dot import rounded_pair
-from baton.kernels.cpu.simd import LANES, cgutils, load, load_widened, prefetch, store
+from baton.kernels.cpu.simd import LANES, cgutils, load, prefetch, store
 from baton.kernels.cpu.tiles import (
     TILE_BYTES,
     TILE_PAIRS,
     TILE_ROWS,
     add_product,
+    biases,
     configure,
     end_tiles,
     load_tile,
+    stack_space,
     store_tile,
     zero,
 )
@@ -37,7 +39,6 @@ _STEP_BYTES = _PAIR_BYTES * TILE_PAIRS
 # Steps by which weights are fetched ahead.
 _AHEAD = 4
 _I64 = ir.IntType(64)
-_VECTOR = ir.VectorType(ir.FloatType(), LANES)
 
 
 def _places(groups: int) -> tuple[dict[tuple[int, int], int], list[int], list[int]]:
@@ -75,9 +76,7 @@ def _tile_products(
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, num_rows, left, row_bytes, right, steps, then, bias, out, out_bytes = args
         totals, lefts, rights = _places(groups)
-        sums = cgutils.alloca_once(builder, ir.ArrayType(_I64, groups * TILE_ROWS * _SUM_BYTES // 8))
-        sums.align = TILE_BYTES
-        sums_at = builder.ptrtoint(sums, _I64)
+        sums = stack_space(builder, groups * TILE_ROWS * _SUM_BYTES)
         for tile in totals.values():
             zero(builder, tile)
         group_bytes = builder.mul(row_bytes, ir.Constant(_I64, TILE_ROWS))
@@ -99,24 +98,19 @@ def _tile_products(
             for (group, chunk), total in totals.items():
                 add_product(builder, total, lefts[group], rights[chunk])
         for (group, chunk), total in totals.items():
-            at = builder.add(sums_at, ir.Constant(_I64, group * TILE_ROWS * _SUM_BYTES + TILE_BYTES * chunk))
+            at = builder.add(sums, ir.Constant(_I64, group * TILE_ROWS * _SUM_BYTES + TILE_BYTES * chunk))
             store_tile(builder, total, at, ir.Constant(_I64, _SUM_BYTES))
-        _store_rows(builder, num_rows, sums_at, bias, out, out_bytes)
+        _store_rows(builder, num_rows, sums, bias, out, out_bytes)
         return context.get_dummy_value()
 
     return numba.void(num_groups, *[numba.int64] * 9), generate
 
 
 def _store_rows(builder: Any, num_rows: Any, sums: Any, bias: Any, out: Any, out_bytes: Any) -> None:
-    # A sum of -0 stays as it is without a bias.
-    added = [cgutils.alloca_once_value(builder, ir.Constant(_VECTOR, [-0.0] * LANES)) for _ in range(_CHUNKS)]
-    with builder.if_then(builder.icmp_signed("!=", bias, ir.Constant(_I64, 0))):
-        for chunk, to in enumerate(added):
-            builder.store(load_widened(builder, builder.add(bias, ir.Constant(_I64, 2 * LANES * chunk)), 2), to)
-    biases = [builder.load(vector) for vector in added]
+    added = biases(builder, bias, _CHUNKS)
     with cgutils.for_range(builder, num_rows, intp=_I64) as loop:
         at = builder.add(sums, builder.mul(loop.index, ir.Constant(_I64, _SUM_BYTES)))
-        totals = [builder.fadd(load(builder, at, TILE_BYTES * chunk), vector) for chunk, vector in enumerate(biases)]
+        totals = [builder.fadd(load(builder, at, TILE_BYTES * chunk), vector) for chunk, vector in enumerate(added)]
         store(builder, rounded_pair(builder, *totals), builder.add(out, builder.mul(loop.index, out_bytes)))
 
 
