@@ -21,6 +21,8 @@ _config: Any = untyped_config
 LANES = 16
 # Chunks of 16 in a row of a tile, which has at most as many rows.
 CHUNKS = 4
+# Of a cache.
+LINE_BYTES = 64
 
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _VECTOR, _NARROW, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I16, LANES), ir.VectorType(_I32, LANES)
@@ -128,7 +130,7 @@ def prefetch(builder: Any, address: Any, num_bytes: int) -> None:
     function_type = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
     function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
     is_write, locality, is_data = (ir.Constant(_I32, value) for value in (0, 2, 1))
-    for line in range(0, num_bytes, 64):
+    for line in range(0, num_bytes, LINE_BYTES):
         place = builder.inttoptr(builder.add(address, ir.Constant(_I64, line)), pointer)
         builder.call(function, [place, is_write, locality, is_data])
 

@@ -69,8 +69,10 @@ def zero(builder: Any, tile: int) -> None:
     _call(builder, "tilezero", ir.Constant(_I8, tile))
 
 
-def load_tile(builder: Any, tile: int, at: Any, stride: Any) -> None:
-    _call(builder, "tileloadd64", ir.Constant(_I8, tile), builder.inttoptr(at, _I8.as_pointer()), stride)
+def load_tile(builder: Any, tile: int, at: Any, stride: Any, passes_by: bool = False) -> None:
+    """`passes_by`: it should not push other data out of the first cache."""
+    name = "tileloaddt164" if passes_by else "tileloadd64"
+    _call(builder, name, ir.Constant(_I8, tile), builder.inttoptr(at, _I8.as_pointer()), stride)
 
 
 def store_tile(builder: Any, tile: int, at: Any, stride: Any) -> None:

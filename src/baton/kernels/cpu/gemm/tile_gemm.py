@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 
 from baton.jit_cache import jit
 from baton.kernels.cpu.bf16_dot import rounded_pair
-from baton.kernels.cpu.simd import LANES, cgutils, load, prefetch, store
+from baton.kernels.cpu.simd import LANES, LINE_BYTES, cgutils, i64, load, prefetch, store
 from baton.kernels.cpu.tiles import (
     TILE_BYTES,
     TILE_PAIRS,
@@ -36,8 +36,13 @@ _SUM_BYTES = 4 * BLOCK
 # A step is a tile of each chunk, side by side.
 _PAIR_BYTES = 4 * BLOCK
 _STEP_BYTES = _PAIR_BYTES * TILE_PAIRS
-# Steps by which weights are fetched ahead.
-_AHEAD = 4
+# Bytes of the next block that a step fetches at least.
+_LEAST_FETCHED = 128
+# Rows of a pass: two tiles.
+_PASS_ROWS = 2 * TILE_ROWS
+# With more steps a pass's rows and weights do not fit into the first cache together.
+_CACHED_STEPS = 10
+_NOTHING, _ROWS, _WEIGHTS = range(3)
 _I64 = ir.IntType(64)
 
 
@@ -64,17 +69,18 @@ def _begun(typing_context: Any, num_groups: Any, last_rows: Any) -> Any:
 
 
 def _tile_products(
-    typing_context: Any, num_groups: Any, num_rows: Any, left: Any, row_bytes: Any, right: Any, steps: Any, then: Any,
-    bias: Any, out: Any, out_bytes: Any,
+    typing_context: Any, num_groups: Any, streamed: Any, num_rows: Any, left: Any, row_bytes: Any, right: Any,
+    steps: Any, ahead: Any, fetched: Any, bias: Any, out: Any, out_bytes: Any,
 ) -> Any:  # fmt: skip
     """out [num_rows, 32] = sum over `steps` of left [row, step] * right [step], plus bias (0: none).
 
-    After `_begin`. At `then` (0: nothing is fetched) are the weights that are read next.
+    After `_begin`. A step fetches `fetched` bytes from `ahead` on. `streamed`, a literal: what the first cache should
+    not keep, `_ROWS` or `_WEIGHTS`.
     """
-    groups = num_groups.literal_value
+    groups, passing = num_groups.literal_value, streamed.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _, num_rows, left, row_bytes, right, steps, then, bias, out, out_bytes = args
+        _, _, num_rows, left, row_bytes, right, steps, ahead, fetched, bias, out, out_bytes = args
         totals, lefts, rights = _places(groups)
         sums = stack_space(builder, groups * TILE_ROWS * _SUM_BYTES)
         for tile in totals.values():
@@ -82,19 +88,16 @@ def _tile_products(
         group_bytes = builder.mul(row_bytes, ir.Constant(_I64, TILE_ROWS))
         with cgutils.for_range(builder, steps, intp=_I64) as loop:
             here = builder.add(right, builder.mul(loop.index, ir.Constant(_I64, _STEP_BYTES)))
-            with builder.if_then(builder.icmp_signed("!=", then, ir.Constant(_I64, 0))):
-                left_over = builder.sub(builder.sub(steps, loop.index), ir.Constant(_I64, _AHEAD))
-                after = builder.sub(then, builder.mul(left_over, ir.Constant(_I64, _STEP_BYTES)))
-                within = builder.add(here, ir.Constant(_I64, _AHEAD * _STEP_BYTES))
-                is_within = builder.icmp_signed(">", left_over, ir.Constant(_I64, 0))
-                prefetch(builder, builder.select(is_within, within, after), _STEP_BYTES)
+            fetches = builder.add(ahead, builder.mul(loop.index, fetched))
+            with cgutils.for_range(builder, builder.sdiv(fetched, i64(LINE_BYTES)), intp=_I64) as line:
+                prefetch(builder, builder.add(fetches, builder.mul(line.index, i64(LINE_BYTES))), LINE_BYTES)
             at = builder.add(left, builder.mul(loop.index, ir.Constant(_I64, TILE_BYTES)))
             for tile in lefts:
-                load_tile(builder, tile, at, row_bytes)
+                load_tile(builder, tile, at, row_bytes, passing == _ROWS)
                 at = builder.add(at, group_bytes)
             for chunk, tile in enumerate(rights):
                 at = builder.add(here, ir.Constant(_I64, TILE_BYTES * chunk))
-                load_tile(builder, tile, at, ir.Constant(_I64, _PAIR_BYTES))
+                load_tile(builder, tile, at, ir.Constant(_I64, _PAIR_BYTES), passing == _WEIGHTS)
             for (group, chunk), total in totals.items():
                 add_product(builder, total, lefts[group], rights[chunk])
         for (group, chunk), total in totals.items():
@@ -103,7 +106,7 @@ def _tile_products(
         _store_rows(builder, num_rows, sums, bias, out, out_bytes)
         return context.get_dummy_value()
 
-    return numba.void(num_groups, *[numba.int64] * 9), generate
+    return numba.void(num_groups, streamed, *[numba.int64] * 10), generate
 
 
 def _store_rows(builder: Any, num_rows: Any, sums: Any, bias: Any, out: Any, out_bytes: Any) -> None:
@@ -119,23 +122,40 @@ _begin = cast(_Call, intrinsic(prefer_literal=True)(_begun))
 _products = cast(_Call, intrinsic(prefer_literal=True)(_tile_products))
 
 
-@jit
-def _multiply_rows(
-    first: int, stop: int, left: Any, row_bytes: int, right: Any, steps: int, bias: Any, out: Any, out_bytes: int,
-    blocks: int, following: Any,
-) -> None:  # fmt: skip
-    for block in range(blocks):
-        weights, y = right + block * steps * _STEP_BYTES, out + block * BLOCK * 2
-        bias_at = bias + block * BLOCK * 2 if bias != 0 else bias
-        for row in range(first, stop, 2 * TILE_ROWS):
-            then = 0
-            if row == 0:
-                then = weights + steps * _STEP_BYTES if block < blocks - 1 else following
-            count, x, to = min(stop - row, 2 * TILE_ROWS), left + row * row_bytes, y + row * out_bytes
-            if count > TILE_ROWS:
-                _products(2, count, x, row_bytes, weights, steps, then, bias_at, to, out_bytes)
-            else:
-                _products(1, count, x, row_bytes, weights, steps, then, bias_at, to, out_bytes)
+def _passes_of(streamed: int) -> Any:
+    """All passes of a product."""
+
+    @jit
+    def multiply(
+        num_rows: int, left: Any, row_bytes: int, right: Any, steps: int, bias: Any, out: Any, out_bytes: int,
+        blocks: int, following: Any,
+    ) -> None:  # fmt: skip
+        passes = (num_rows + _PASS_ROWS - 1) // _PASS_ROWS
+        # Passes share the fetching of the next block, so that memory is read all the time.
+        share = max(_LEAST_FETCHED, (_STEP_BYTES // LINE_BYTES + passes - 1) // passes * LINE_BYTES)
+        for block in range(blocks):
+            weights, y = right + block * steps * _STEP_BYTES, out + block * BLOCK * 2
+            bias_at = bias + block * BLOCK * 2 if bias != 0 else bias
+            ahead = weights + steps * _STEP_BYTES if block < blocks - 1 else following
+            end = ahead + steps * _STEP_BYTES
+            for start in range(0, num_rows, _PASS_ROWS):
+                count, row = min(num_rows - start, _PASS_ROWS), start
+                groups = (count + TILE_ROWS - 1) // TILE_ROWS
+                if num_rows >= groups * TILE_ROWS:
+                    # Whole tiles: some rows are computed twice.
+                    count = groups * TILE_ROWS
+                    row = min(start, num_rows - count)
+                x, to, fetched = left + row * row_bytes, y + row * out_bytes, share if ahead < end else 0
+                if groups > 1:
+                    _products(2, streamed, count, x, row_bytes, weights, steps, ahead, fetched, bias_at, to, out_bytes)
+                else:
+                    _products(1, streamed, count, x, row_bytes, weights, steps, ahead, fetched, bias_at, to, out_bytes)
+                ahead += steps * fetched
+
+    return multiply
+
+
+_multiply, _multiply_streaming_rows, _multiply_streaming_weights = map(_passes_of, (_NOTHING, _ROWS, _WEIGHTS))
 
 
 @jit
@@ -143,16 +163,17 @@ def multiply_tiles(
     num_rows: int, left: Any, row_bytes: int, right: Any, steps: int, bias: Any, out: Any, out_bytes: int, blocks: int,
     following: Any,
 ) -> None:  # fmt: skip
-    """The first pass also fetches weights ahead, at last those at `following`."""
-    last = num_rows % (2 * TILE_ROWS)
-    whole = num_rows - last
-    if whole > 0:
+    """`following`: the block that is read next."""
+    if num_rows <= TILE_ROWS:
+        _begin(1, num_rows)
+    elif num_rows < _PASS_ROWS:
+        _begin(2, num_rows - TILE_ROWS)
+    else:
         _begin(2, TILE_ROWS)
-        _multiply_rows(0, whole, left, row_bytes, right, steps, bias, out, out_bytes, blocks, following)
-    if last > 0:
-        if last > TILE_ROWS:
-            _begin(2, last - TILE_ROWS)
-        else:
-            _begin(1, last)
-        _multiply_rows(whole, num_rows, left, row_bytes, right, steps, bias, out, out_bytes, blocks, following)
+    if steps <= _CACHED_STEPS:
+        _multiply(num_rows, left, row_bytes, right, steps, bias, out, out_bytes, blocks, following)
+    elif num_rows > _PASS_ROWS:
+        _multiply_streaming_rows(num_rows, left, row_bytes, right, steps, bias, out, out_bytes, blocks, following)
+    else:
+        _multiply_streaming_weights(num_rows, left, row_bytes, right, steps, bias, out, out_bytes, blocks, following)
     end_tiles()
