@@ -112,11 +112,11 @@ def guilty_forward(monkeypatch: pytest.MonkeyPatch) -> None:
 def guilty_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = executor.choose_tokens
 
-    def choose(logits: Any, sampling: Any) -> Any:
+    def choose(logits: Any, sampling: Any, *more: Any) -> Any:
         # No other request reaches these positions.
         if sampling is not None and (sampling.position > len(PROMPTS[GUILTY])).any():
             raise IndexError("guilty sampling")
-        return whole(logits, sampling)
+        return whole(logits, sampling, *more)
 
     monkeypatch.setattr(executor, "choose_tokens", choose)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from msgspec import structs
@@ -12,10 +13,12 @@ from msgspec import structs
 from baton.engine.executor import LocalExecutor
 from baton.engine.sampling.sampler import choose_tokens
 from baton.engine.step_plans import NOT_FINITE
+from baton.kernels.cpu.gemm.small_gemm import MAX_ROWS
+from baton.kernels.cpu.greatest import first_greatest
 from baton.models.fused_head import FusedHead
 from baton.models.layers.linear import Build, Linear
 from baton.sampling_params import SamplingParams
-from testkit.engines import stepped
+from testkit.engines import request, stepped
 from testkit.layers import HAS_OWN_PRODUCTS, LayerKind, skip_unless_in_place, usual_quantization
 
 pytestmark = [
@@ -23,6 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not HAS_OWN_PRODUCTS, reason="no products of bfloat16 of our own"),
 ]
 COLUMNS = 96
+NONE = np.zeros(0, dtype=np.int64)
 
 
 def make_head(vocab: int, quantization: str | None = None) -> Linear:
@@ -37,7 +41,7 @@ def make_head(vocab: int, quantization: str | None = None) -> Linear:
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize("vocab", [256, 320])
-@pytest.mark.parametrize("num_rows", [1, 7, 64])
+@pytest.mark.parametrize("num_rows", [1, 7, 64, 97, 530])
 @pytest.mark.parametrize("threads", [1, 2])
 @torch.inference_mode()
 def test_the_first_of_the_greatest_logits_is_chosen(
@@ -49,14 +53,18 @@ def test_the_first_of_the_greatest_logits_is_chosen(
     hidden[num_rows // 2] = 0.0
     fused = FusedHead.of(lm_head)
     assert fused is not None
+    kept = np.flatnonzero(np.arange(num_rows) % 5 == 1)
     torch.set_num_threads(threads)
     try:
-        chosen = fused.likeliest(hidden)
+        made = fused.likeliest(hidden, kept)
     finally:
         torch.set_num_threads(1)
-    assert chosen is not None
-    assert chosen.tolist() == choose_tokens(lm_head(hidden).float(), None).tolist()
+    assert made is not None
+    # With more rows the linear may be oneDNN's product.
+    logits, (chosen, own) = torch.cat([lm_head(rows) for rows in hidden.split(MAX_ROWS)]).float(), made
+    assert chosen.tolist() == logits.argmax(dim=-1).tolist()
     assert chosen.max() < vocab // 4, "an equal logit with a lower number is before it"
+    assert torch.equal(own, logits[torch.from_numpy(kept)])
 
 
 @torch.inference_mode()
@@ -66,18 +74,48 @@ def test_a_row_with_a_logit_that_is_not_finite_has_no_token() -> None:
     hidden[1], hidden[3, 7] = torch.nan, torch.inf
     fused = FusedHead.of(lm_head)
     assert fused is not None
-    chosen = fused.likeliest(hidden)
-    assert chosen is not None
-    expected = choose_tokens(lm_head(hidden).float(), None)
+    made = fused.likeliest(hidden, NONE)
+    assert made is not None
+    chosen, expected = made[0], choose_tokens(lm_head(hidden).float(), None)
     assert (chosen == -1).tolist() == (expected == NOT_FINITE).tolist() == [False, True, False, True, False]
     assert chosen[[0, 2, 4]].tolist() == expected[[0, 2, 4]].tolist()
 
 
-def test_heads_of_other_widths_and_many_rows_are_left() -> None:
+@torch.inference_mode()
+def test_later_tokens_of_each_thread_are_compared_too() -> None:
+    """Logits ascend and descend, beyond those of a block, in all signs."""
+    vocab, generator = 64 * 9, torch.Generator().manual_seed(3)
+    for values in (torch.arange(vocab), torch.arange(vocab).flip(0), torch.randperm(vocab, generator=generator)):
+        lm_head = Linear(COLUMNS, vocab, Build(torch.bfloat16, torch.device("cpu"), quantization=usual_quantization()))
+        assert lm_head.weight is not None
+        lm_head.weight.copy_(((values - vocab // 2) / 512).round(decimals=2)[:, None].expand(vocab, COLUMNS))
+        lm_head.pack()
+        fused = FusedHead.of(lm_head)
+        assert fused is not None
+        hidden = torch.tensor([1.0, -1.0, 0.0, 0.3])[:, None].expand(4, COLUMNS).bfloat16().contiguous()
+        made = fused.likeliest(hidden, NONE)
+        assert made is not None
+        assert made[0].tolist() == lm_head(hidden).float().argmax(dim=-1).tolist()
+
+
+def test_heads_of_other_widths_are_left() -> None:
     assert FusedHead.of(make_head(288, usual_quantization())) is None
-    fused = FusedHead.of(make_head(256, usual_quantization()))
-    assert fused is not None
-    assert fused.likeliest(torch.zeros(65, COLUMNS, dtype=torch.bfloat16)) is None
+
+
+@torch.inference_mode()
+def test_floats_are_compared_as_torch_compares_them() -> None:
+    generator = torch.Generator().manual_seed(4)
+    for columns in (1, 31, 32, 33, 200):
+        x = torch.randn(40, columns, generator=generator).bfloat16().float()
+        x[1], x[2], x[3] = -x[1].abs(), 0.0, -0.0
+        x[2, columns // 2] = -0.0
+        x[4] = torch.finfo(torch.float32).min
+        x[5, columns // 2], x[6, -1], x[7, 0] = torch.nan, -torch.inf, torch.inf
+        x[8, -1] = torch.finfo(torch.float32).max
+        x[9] = torch.arange(columns)
+        expected = x.argmax(dim=-1)
+        expected[5:8] = -1
+        assert first_greatest(x).tolist() == expected.tolist()
 
 
 def test_an_engine_makes_no_logits_of_greedy_rows(checkpoint: Any) -> None:
@@ -98,3 +136,39 @@ def test_an_engine_makes_no_logits_of_greedy_rows(checkpoint: Any) -> None:
     assert made.error is None
     assert made.token_ids == expected.token_ids
     assert len(made.token_ids) == 4
+
+
+@pytest.mark.parametrize("num_rows", [3, 40])
+def test_only_rows_that_need_logits_get_them(checkpoint: Any, num_rows: int) -> None:
+    """Tokens and logprobs are those of an engine that makes logits of all rows."""
+    path: Path = checkpoint("llama", torch_dtype="bfloat16", vocab_size=320)
+    greedy = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    others = [
+        structs.replace(greedy, logprobs=2),
+        structs.replace(greedy, temperature=0.8, seed=5),
+        structs.replace(greedy, temperature=0.8, seed=5, logprobs=1),
+        structs.replace(greedy, repetition_penalty=1.5),
+    ]
+    params = [others[i % 8 // 2] if i % 2 and i < 16 else greedy for i in range(num_rows)]
+    prompts = [[3 + i, 90 - i, 7] for i in range(num_rows)]
+    settings = {"batch_invariant": False, "quantization": usual_quantization(), "max_num_seqs": num_rows}
+    runs = []
+    for fuses in (True, False):
+        with stepped(model=str(path), speculative_config=None, **settings) as one:
+            executor = one.core.executor
+            assert isinstance(executor, LocalExecutor)
+            whole, sizes = executor.runner.likeliest, []
+
+            def likeliest(
+                output: Any, rows: Any, kept: Any, whole: Any = whole if fuses else None, sizes: Any = sizes
+            ) -> Any:
+                sizes.append((len(rows), len(kept)))
+                return whole and whole(output, rows, kept)
+
+            executor.runner.likeliest = likeliest  # type: ignore[method-assign]
+            streams = [one.add(request(str(i), *of)) for i, of in enumerate(zip(prompts, params, strict=True))]
+            while not all(stream.ended for stream in streams):
+                one.step()
+            runs.append([stream.result for stream in streams])
+            assert any(0 < kept < rows == num_rows for rows, kept in sizes)
+    assert runs[0] == runs[1]

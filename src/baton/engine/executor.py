@@ -62,7 +62,7 @@ _SCORED_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class TargetResult:
-    """`logits` [N, V]: of the rows to sample, unless their `choices` are known."""
+    """`logits`: of the rows to sample; if their greedy `choices` are known only of those that need them."""
 
     logits: Tensor | None
     choices: IntArray | None
@@ -88,11 +88,9 @@ class LocalExecutor:
         output = self._forward(plan, written)
         features = _on_host(self.runner.features(output) if len(plan.feature_rows) else None, plan.feature_rows)
         scores = [one for block, logits in self._scored(plan, output) for one in prompt_logprobs(logits, block)]
-        choices = None
-        if plan.sampling is None and not len(plan.logit_rows):
-            choices = self.runner.likeliest(output, plan.sample_rows)
-        wanted = choices is None and len(plan.sample_rows) > 0
-        logits = self.runner.logits(output, plan.sample_rows) if wanted else None
+        choices, logits = self.runner.likeliest(output, plan.sample_rows, _needing_logits(plan)) or (None, None)
+        if choices is None and len(plan.sample_rows):
+            logits = self.runner.logits(output, plan.sample_rows)
         return TargetResult(logits, choices, features, scores)
 
     def _forward(self, plan: StepPlan, written: Written | None) -> TargetOutput:
@@ -106,10 +104,18 @@ class LocalExecutor:
     @torch.inference_mode()
     def sample(self, plan: StepPlan, computed: TargetResult) -> StepResult:
         """The part of `execute` on rank 0 only."""
-        logits_NV, choices = computed.logits, computed.choices
-        if choices is None:
-            choices = plan.sample_rows if logits_NV is None else choose_tokens(logits_NV, plan.sampling)
-        result = StepResult(choices, _on_host(logits_NV, plan.logit_rows), computed.features, computed.scores)
+        logits, choices, sampling, rows = computed.logits, computed.choices, plan.sampling, plan.logit_rows
+        if logits is None:
+            choices = plan.sample_rows
+        elif choices is None:
+            choices = choose_tokens(logits, sampling)
+        elif len(logits):
+            needing = _needing_logits(plan)
+            rows = np.searchsorted(needing, rows)
+            if sampling is not None:
+                sampling = replace(sampling, row=np.searchsorted(needing, sampling.row))
+                choices[needing] = choose_tokens(logits, sampling, choices[needing])
+        result = StepResult(choices, _on_host(logits, rows), computed.features, computed.scores)
         self._synchronize()
         return result
 
@@ -170,6 +176,11 @@ class LocalExecutor:
         self.runner.release()
         self._output = None
         self._outputs.clear()
+
+
+def _needing_logits(plan: StepPlan) -> IntArray:
+    """Indices into `sample_rows`, ascending."""
+    return plan.logit_rows if plan.sampling is None else np.union1d(plan.sampling.row, plan.logit_rows)
 
 
 def _on_host(values: Tensor | None, rows: IntArray) -> np.ndarray:

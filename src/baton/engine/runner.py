@@ -95,18 +95,19 @@ class ModelRunner:
             return self.model.compute_logits(output.hidden_TE)
         return self.model.compute_logits(output.hidden_TE[self._tensor(rows)])
 
-    def likeliest(self, output: TargetOutput, rows: IntArray) -> IntArray | None:
-        """As `choose_tokens`. None: it needs logits."""
+    def likeliest(self, output: TargetOutput, rows: IntArray, kept: IntArray) -> tuple[IntArray, Tensor] | None:
+        """The greedy choices of `rows` (ascending), as of `choose_tokens`, and float32 logits [len(kept), V] of those
+        with the indices `kept`. None: they need `logits`."""
         head = self._head
         if head is None or not len(rows):
             return None
         hidden_TE = output.hidden_TE
         if len(rows) < len(hidden_TE):
             hidden_TE = hidden_TE[self._tensor(rows)]
-        chosen = head.likeliest(hidden_TE.contiguous())
-        if chosen is not None:
-            chosen[chosen < 0] = NOT_FINITE
-        return chosen
+        made = head.likeliest(hidden_TE.contiguous(), kept)
+        if made is not None:
+            made[0][made[0] < 0] = NOT_FINITE
+        return made
 
     def draft(self, plan: DraftPlan, output: TargetOutput) -> DraftResult:
         """Raises `ValueError` for invalid drafts."""

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.cpu.fused import fields as at
-from baton.kernels.cpu.fused.products import BLOCK
 from baton.kernels.cpu.gemm.small_gemm import MAX_ROWS
-from baton.models.fused_head import BEST_BYTES
 from baton.models.fused_layers import FusedLayers, Int64, eps_of, kernel_for, operand_width, rotary_tables
 from baton.models.layer_cache import KVRegions, LayerCache
 from baton.models.layers.layernorm import RMSNorm
@@ -58,8 +56,7 @@ class FusedDrafts:
     def __init__(self, layers: FusedLayers, rotary: Rotary, head: DraftHead) -> None:
         self._layers, self._rotary, self._head = layers, rotary, head
         vocab, size = head.lm_head.out_features, layers.hidden
-        pieces = vocab // BLOCK + 1
-        layers.widths |= {at.X: size, at.OUTPUTS: size, at.FEEDBACK: size, at.BESTS: pieces * BEST_BYTES // 2}
+        layers.widths |= {at.X: size, at.OUTPUTS: size, at.FEEDBACK: size}
         beside = operand_width([head.lm_head] if head.fc is None else [head.lm_head, head.fc])
         layers.widths[at.OPERAND] = max(layers.widths[at.OPERAND], beside)
         fields = layers.fields

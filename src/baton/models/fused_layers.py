@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from baton.kernels.cpu.fused import fields as at
+from baton.kernels.cpu.fused.choice import BEST_BYTES
 from baton.kernels.cpu.fused.passes import RUN_BFLOAT16, RUN_INT8
 from baton.kernels.cpu.fused.products import BLOCK, SCRATCH_BYTES
 from baton.kernels.cpu.fused.rows import ELEMENT_BYTES
@@ -42,8 +43,9 @@ class Work:
     def __init__(self, fields: Int64, capacity: int, threads: int, widths: Mapping[int, int]) -> None:
         self.capacity, self.threads, self.fields = capacity, threads, fields.copy()
         self._scratch = torch.empty(threads * capacity * SCRATCH_BYTES, dtype=torch.uint8)
+        self._bests = torch.empty(threads * capacity * BEST_BYTES, dtype=torch.uint8)
         self._rows = {name: torch.empty(capacity, width, dtype=torch.bfloat16) for name, width in widths.items()}
-        self.fields[at.SCRATCH] = self._scratch.data_ptr()
+        self.fields[at.SCRATCH], self.fields[at.BESTS] = self._scratch.data_ptr(), self._bests.data_ptr()
         for name, tensor in self._rows.items():
             self.fields[name] = tensor.data_ptr()
 

@@ -32,10 +32,10 @@ def test_a_failed_choice_ends_its_requests_and_unequal_drafts_end_the_engine(mon
         expected = [r.outputs[0].token_ids for r in llm.generate(PROMPTS[:3], GREEDY)]
         chosen = executor.choose_tokens
 
-        def choose(logits: Any, sampling: Sampling | None) -> Any:
+        def choose(logits: Any, sampling: Sampling | None, *more: Any) -> Any:
             if sampling is not None:
                 raise ValueError("no such choice")
-            return chosen(logits, sampling)
+            return chosen(logits, sampling, *more)
 
         with monkeypatch.context() as patch:
             patch.setattr(executor, "choose_tokens", choose)

@@ -16,34 +16,44 @@ from baton.engine.sampling.noise import gumbel_rows, uniform
 from baton.engine.sampling.nonfinite import rows_not_finite
 from baton.engine.sampling.verifier import rejection_choice
 from baton.engine.step_plans import NOT_FINITE, FloatArray, IntArray, Sampling
+from baton.kernels.cpu.greatest import first_greatest
 
 # Scores processed at once, so that several passes stay in a cache.
 BLOCK_SIZE = 1 << 19
 MINUS_INFINITY = float("-inf")
 
 
-def choose_tokens(logits_NV: Tensor, sampling: Sampling | None) -> IntArray:
-    """`StepResult.choices`, int64 [N]. `NOT_FINITE` has priority over what the request allows."""
-    not_finite = rows_not_finite(logits_NV)
-    if not len(not_finite):
-        return _choices(logits_NV, sampling)
-    choices = _choices(logits_NV.index_fill(0, on_device(not_finite, logits_NV), 0.0), sampling)
-    choices[not_finite] = NOT_FINITE
-    return choices
-
-
-def _choices(logits_NV: Tensor, sampling: Sampling | None) -> IntArray:
+def choose_tokens(logits_NV: Tensor, sampling: Sampling | None, greedy: IntArray | None = None) -> IntArray:
+    """`StepResult.choices`, int64 [N]. `NOT_FINITE` has priority over what the request allows. `greedy`: those without
+    `sampling`, if known."""
+    if greedy is None:
+        greedy = _greedy(logits_NV, sampling)
     if sampling is None:
-        best: IntArray = logits_NV.argmax(dim=-1).cpu().numpy()
-        return best
+        return greedy
+    not_finite = np.flatnonzero(greedy == NOT_FINITE)
+    if len(not_finite):
+        logits_NV = logits_NV.index_fill(0, on_device(not_finite, logits_NV), 0.0)
+    choices: IntArray = greedy.copy()
+    choices[sampling.row] = -1
     num_rows, vocab_size = logits_NV.shape
-    choices = np.full(num_rows, -1, dtype=np.int64)
-    if len(sampling.row) < num_rows:
-        choices[:] = logits_NV.argmax(dim=-1).cpu().numpy()
     for rows in _blocks(sampling.draft, max(1, BLOCK_SIZE // vocab_size)):
         block = sampling.take(rows)
         logits_SV = logits_NV if len(rows) == num_rows else logits_NV[on_device(block.row, logits_NV)]
         choices[block.row] = _chosen(process_logits(logits_SV, block), block)
+    choices[not_finite] = NOT_FINITE
+    return choices
+
+
+def _greedy(logits_NV: Tensor, sampling: Sampling | None) -> IntArray:
+    """Choices of the rows without `sampling`; `NOT_FINITE` for any row."""
+    if logits_NV.device.type == "cpu" and logits_NV.dtype is torch.float32 and logits_NV.is_contiguous():
+        choices: IntArray = first_greatest(logits_NV)
+        choices[choices < 0] = NOT_FINITE
+        return choices
+    choices = np.zeros(len(logits_NV), dtype=np.int64)
+    if sampling is None or len(sampling.row) < len(logits_NV):
+        choices[:] = logits_NV.argmax(dim=-1).cpu().numpy()
+    choices[rows_not_finite(logits_NV)] = NOT_FINITE
     return choices
 
 

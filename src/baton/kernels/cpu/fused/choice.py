@@ -14,6 +14,7 @@ from baton.kernels.cpu.fused.fields import (
     CHOSEN,
     HEAD,
     HIDDEN,
+    LOGITS,
     MARGINS,
     NOISES,
     NUM_SAMPLED,
@@ -23,45 +24,30 @@ from baton.kernels.cpu.fused.fields import (
     VOCAB,
 )
 from baton.kernels.cpu.fused.products import BLOCK_BYTES, multiply, operand
-from baton.kernels.cpu.fused.rows import BF16, number_at
-from baton.kernels.cpu.fused.stages import STAGE_BYTES, finish, take_piece
+from baton.kernels.cpu.fused.rows import BF16, ELEMENT_BYTES, number_at
+from baton.kernels.cpu.fused.stages import STAGE_BYTES, finish, num_slots, take_piece, take_slot
 from baton.kernels.cpu.gemm.small_gemm import num_pieces, outputs_of
+from baton.kernels.cpu.greatest import AT_ONCE, BFLOAT16, exceeds
 from baton.kernels.cpu.omp import pointer
 from baton.kernels.cpu.scalar import to_f32
 
-_SIGN, _INFINITE = 0x8000, 0x7F80
+# The state of a thread's row: the best score and the second (float64), the best one's token, and the limit that the
+# order of a better one reaches (uint16).
+_COLUMNS = 4
+_SCORE, _SECOND, _TOKEN, _LIMIT = range(_COLUMNS)
+BEST_BYTES = 8 * _COLUMNS
+_SIGN, _INFINITE, _WIDE_BYTES = 0x8000, 0x7F80, 4
 _MINUS_INFINITY = -np.inf
-
-
-@jit
-def _order(bits: Any) -> Any:
-    """An integer with the order of bfloat16 numbers."""
-    return np.int64(bits) if bits < _SIGN else _SIGN - np.int64(bits)
-
-
-@jit
-def _likeliest(logits: Any, first: int, checks: int) -> tuple[float, int]:
-    """The greatest logit's order, and its number; with `checks` -1 if one is not finite."""
-    best, magnitude = np.int64(-_SIGN), np.int64(0)
-    for i in range(len(logits)):
-        best = max(best, _order(logits[i]))
-        magnitude = max(magnitude, np.int64(logits[i] & (_SIGN - 1)))
-    if checks != 0 and magnitude >= _INFINITE:
-        return np.inf, -1
-    place = 0
-    while place < len(logits) - 1 and _order(logits[place]) < best:
-        place += 1
-    return np.float64(best), first + place
+_order, _greatest, _limit_above = BFLOAT16
 
 
 @jit
 def _second(logits: Any, best: int) -> Any:
     """The order of the greatest logit but number `best`."""
     second = np.int64(-_INFINITE)
-    for i in range(best):
-        second = max(second, _order(logits[i]))
-    for i in range(best + 1, len(logits)):
-        second = max(second, _order(logits[i]))
+    for i in range(len(logits)):
+        if i != best:
+            second = max(second, _order(logits[i]))
     return np.float64(second)
 
 
@@ -87,64 +73,98 @@ def _noisiest(a: Any, n: int, noise_at: int, logits: Any, first: int) -> tuple[f
     return best, place, second
 
 
+@jit
+def _may_improve(at: int, count: int, limit: int) -> Any:
+    """Of a block, or half of one."""
+    least = np.uint16(limit)
+    return exceeds(at, least) or (count > AT_ONCE and exceeds(at + AT_ONCE * ELEMENT_BYTES, least))
+
+
+@jit
+def _keep_logits(a: Any, n: int, at: int, first: int, count: int) -> None:
+    to = number_at(a[LOGITS], n) if a[LOGITS] != 0 else 0
+    if to != 0:
+        logits = carray(pointer(at, BF16), (count,))
+        kept = carray(pointer(to + first * _WIDE_BYTES, np.float32(0.0)), (count,))
+        for i in range(count):
+            kept[i] = to_f32(logits[i])
+
+
+@jit_inline
+def _state(a: Any, slot: int, n: int) -> tuple[Any, Any]:
+    """A row's state in a thread's slot: as numbers, and as scores."""
+    at = a[BESTS] + (slot * a[NUM_SAMPLED] + n) * BEST_BYTES
+    return carray(pointer(at, np.int64(0)), (_COLUMNS,)), carray(pointer(at, np.float64(0.0)), (_COLUMNS,))
+
+
+@jit_inline
+def _improve(a: Any, n: int, noise_at: int, logits: Any, first: int, slot: int) -> None:
+    """The state of a row after a block that may hold a better one."""
+    numbers, scores = _state(a, slot, n)
+    second = _MINUS_INFINITY
+    if noise_at != 0:
+        best, token, second = _noisiest(a, n, noise_at, logits, first)
+    else:
+        best, token = _greatest(logits, first, a[CHECKS])
+        if a[MARGINS] != 0:
+            second = _second(logits, token - first)
+    if best > scores[_SCORE]:
+        scores[_SECOND] = max(scores[_SCORE], second)
+        scores[_SCORE], numbers[_TOKEN] = best, token
+    else:
+        scores[_SECOND] = max(scores[_SECOND], best)
+    if noise_at == 0:
+        numbers[_LIMIT] = np.int64(_limit_above(scores[_SCORE if a[MARGINS] == 0 else _SECOND]))
+
+
 @jit_inline
 def head(a: Any, int8: Any, scratch: int, stage: int) -> None:
-    """Two stages. Each piece of the logits keeps its best, and its second if margins are wanted."""
+    """Two stages. A thread keeps the best of its pieces, and the second if margins are wanted. Pieces ascend, so that
+    the best is the first of equal ones."""
     num_rows, vocab, weight = a[NUM_SAMPLED], a[VOCAB], a[HEAD : HEAD + 3]
-    total, mine = num_pieces(vocab), 0
+    total, mine, slot = num_pieces(vocab), 0, 0
     x = operand(a, int8, num_rows, a[OUTPUTS], a[HIDDEN], stage)
     stage += STAGE_BYTES
-    bests = carray(pointer(a[BESTS], np.float64(0.0)), (num_rows, total))
-    places = carray(pointer(a[BESTS] + 8 * num_rows * total, np.int64(0)), (num_rows, total))
-    seconds = carray(pointer(a[BESTS] + 16 * num_rows * total, np.float64(0.0)), (num_rows, total))
     piece = take_piece(stage)
+    if piece < total:
+        slot = take_slot(stage)
+        for n in range(num_rows):
+            numbers, scores = _state(a, slot, n)
+            scores[_SCORE] = scores[_SECOND] = _MINUS_INFINITY
+            numbers[_TOKEN], numbers[_LIMIT] = outputs_of(vocab, piece)[0], 0
     while piece < total:
         first, count = outputs_of(vocab, piece)
         following = take_piece(stage)
         multiply(a, int8, num_rows, x, a[HIDDEN], weight, vocab, piece, scratch, BLOCK_BYTES, following)
         for n in range(num_rows):
-            logits = carray(pointer(scratch + n * BLOCK_BYTES, BF16), (count,))
+            at = scratch + n * BLOCK_BYTES
             noise_at = number_at(a[NOISES], n) if a[NOISES] != 0 else 0
-            if noise_at == 0:
-                bests[n, piece], places[n, piece] = _likeliest(logits, first, a[CHECKS])
-                if a[MARGINS] != 0:
-                    seconds[n, piece] = _second(logits, places[n, piece] - first)
-            else:
-                bests[n, piece], places[n, piece], seconds[n, piece] = _noisiest(a, n, noise_at, logits, first)
+            if noise_at != 0 or _may_improve(at, count, _state(a, slot, n)[0][_LIMIT]):
+                _improve(a, n, noise_at, carray(pointer(at, BF16), (count,)), first, slot)
+            _keep_logits(a, n, at, first, count)
         mine += 1
         piece = following
     finish(stage, mine, total)
 
 
 @jit_inline
-def _margin(a: Any, n: int, bests: Any, best: int) -> None:
-    num_rows, pieces = a[NUM_SAMPLED], len(bests)
-    second = carray(pointer(a[BESTS] + 16 * num_rows * pieces, np.float64(0.0)), (num_rows, pieces))[n, best]
-    for piece in range(pieces):
-        if piece != best:
-            second = max(second, bests[piece])
-    first = bests[best]
-    if a[NOISES] == 0 or number_at(a[NOISES], n) == 0:
-        first, second = _logit(first), _logit(second)
-    carray(pointer(a[MARGINS], np.float64(0.0)), (num_rows,))[n] = first - second
-
-
-@jit_inline
 def choose(a: Any, stage: int) -> None:
-    num_rows, pieces, mine = a[NUM_SAMPLED], num_pieces(a[VOCAB]), 0
-    bests = carray(pointer(a[BESTS], np.float64(0.0)), (num_rows, pieces))
-    places = carray(pointer(a[BESTS] + 8 * num_rows * pieces, np.int64(0)), (num_rows, pieces))
+    """After `head`, whose second stage is just before."""
+    num_rows, slots, mine = a[NUM_SAMPLED], num_slots(stage - STAGE_BYTES), 0
     chosen = carray(pointer(a[CHOSEN], np.int64(0)), (num_rows,))
     n = take_piece(stage)
     while n < num_rows:
-        best = 0
-        for piece in range(1, pieces):
-            if bests[n, piece] > bests[n, best]:
-                best = piece
-        token = places[n, best]
+        best, token, second = _MINUS_INFINITY, np.int64(a[VOCAB]), _MINUS_INFINITY
+        for slot in range(slots):
+            numbers, scores = _state(a, slot, n)
+            second = max(second, min(best, scores[_SCORE]), scores[_SECOND])
+            if scores[_SCORE] > best or (scores[_SCORE] == best and numbers[_TOKEN] < token):
+                best, token = scores[_SCORE], numbers[_TOKEN]
         chosen[n] = number_at(a[TARGET_IDS], token) if a[TARGET_IDS] != 0 and token >= 0 else token
         if a[MARGINS] != 0:
-            _margin(a, n, bests[n], best)
+            if a[NOISES] == 0 or number_at(a[NOISES], n) == 0:
+                best, second = _logit(best), _logit(second)
+            carray(pointer(a[MARGINS], np.float64(0.0)), (num_rows,))[n] = best - second
         mine += 1
         n = take_piece(stage)
     finish(stage, mine, num_rows)

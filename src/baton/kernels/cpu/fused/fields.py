@@ -6,7 +6,7 @@ Shapes: T rows, H query heads, G key-value heads, D head size, E hidden size, I 
 from __future__ import annotations
 
 # A weight is three addresses: its own, that of its scales (0: not int8), that of its bias (0: none).
-NUM_FIELDS = 54
+NUM_FIELDS = 55
 (
     FAULT,
     NUM_ROWS,
@@ -55,10 +55,11 @@ NUM_FIELDS = 54
     TARGET_IDS,  # int64 [VOCAB] (0: the same)
     NOISES,  # [N]: addresses of float64 noise by target id (0: none)
     TEMPERATURES,  # float64 [N]
-    BESTS,  # float64, int64 and float64 [N, pieces of the head]: the best score, its token, the second score
+    BESTS,  # BEST_BYTES per thread and row
     CHECKS,  # whether -1 is chosen where a logit is not finite
     CHOSEN,  # int64 [N]
     MARGINS,  # float64 [N]: the best score less the second (0: not wanted)
+    LOGITS,  # [N]: addresses of float32 [VOCAB] for a row's logits (0: not wanted)
 ) = range(NUM_FIELDS)  # fmt: skip
 NUM_COLUMNS = 19
 (

@@ -3,7 +3,7 @@
 A stage ends by finished pieces, not by threads that arrive: a preempted thread delays others only within a piece; late
 ones skip finished work. A wait spins for the time of a few pieces, then yields its core at each check.
 
-A stage's counters of taken and finished pieces are two int64 in a cache line, initially 0.
+A stage's counters of taken pieces, finished ones and slots are int64 in a cache line, initially 0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from baton.kernels.cpu.omp import pointer, take
 from baton.kernels.cpu.simd import cgutils
 
 STAGE_BYTES = 64
-_FINISHED = 8
+_FINISHED, _SLOTS = 8, 16
 # Checks of a stage's counter before the core is yielded: some tens of microseconds.
 _SPINS = 2_000
 _IS_X86 = platform.machine() in ("x86_64", "AMD64")
@@ -80,6 +80,17 @@ _spin, _sleep = cast(_Call, intrinsic(_pause)), cast(_Call, intrinsic(_yield_cor
 def take_piece(stage: Any) -> Any:
     """The stage's next piece, from 0."""
     return take(pointer(stage, np.int64(0)))
+
+
+@jit
+def take_slot(stage: Any) -> Any:
+    """The number of a thread among those that took pieces, by which others find its results after the stage."""
+    return take(pointer(stage + _SLOTS, np.int64(0)))
+
+
+@jit
+def num_slots(stage: Any) -> Any:
+    return _read_at(stage + _SLOTS)
 
 
 @jit
