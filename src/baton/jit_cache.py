@@ -1,7 +1,6 @@
 """A disk cache for Numba functions that any change in their sources invalidates.
 
-Numba itself checks only the function's own file, and raises for damaged files and full disks. Its index and code are
-written without a lock: one process could load old code, several compile the same.
+Numba checks only the function's own file, raises for damaged files and full disks, and locks nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
+import numpy as np
 from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
 
@@ -71,10 +71,20 @@ def _keep(function: Any, module: str) -> None:
         what = "names no directory that can be written, nor can the package's or the user's: compiled code needs one"
         raise ConfigError("NUMBA_CACHE_DIR", what) from None
     cache = function._cache
-    cache._cache_file._source_stamp = source_digest(module)
+    _place(cache, module)
     cache.load_overload = functools.partial(_load, cache, cache.load_overload)
     cache.save_overload = functools.partial(_save, cache, cache.save_overload)
     function.compile = functools.partial(_compile, _lock_file(cache), function.compile)
+
+
+def _place(cache: Any, module: str) -> None:
+    """Beside the sources, or in a folder named by their content, which all checkouts share."""
+    folder, digest = Path(cache.cache_path), source_digest(module)
+    if folder.name != "__pycache__":
+        versions = hashlib.sha256(f"{digest} {_numba.__version__} {np.__version__}".encode())
+        folder = folder.with_name(f"{module}-{versions.hexdigest()[:16]}")
+    cache._cache_path = cache._impl.locator._cache_path = str(folder)
+    cache._cache_file = type(cache._cache_file)(str(folder), cache._impl.filename_base, digest)
 
 
 def _lock_file(cache: Any) -> Path:
@@ -83,7 +93,7 @@ def _lock_file(cache: Any) -> Path:
 
 # Locks that this process holds: only it uses their index and code.
 _locked: set[Path] = set()
-# Locks that this process has waited for in vain.
+# Locks waited for in vain.
 _stuck: set[Path] = set()
 
 
@@ -161,7 +171,7 @@ def _log_once(level: int, text: str) -> None:
 
 @functools.cache
 def source_digest(module: str) -> str:
-    """A hash of `module` and of all Baton modules that it imports, directly or not."""
+    """A hash of `module` and all Baton modules that it imports, directly or not."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(_files(module)))).hexdigest()
 
 
