@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
-from baton.jit_cache import jit
+from baton.jit_cache import jit, jit_inline
 from baton.kernels.cpu.omp import Kernel, arguments, float_bits, float_of, pointer, take, threads_for
 from baton.kernels.cpu.scalar import as_array, exp32, from_f32, to_f32
 from baton.kernels.cpu.simd import LANES, added, scaled, silu_times, square_sum
@@ -85,7 +85,7 @@ def rotate_row(element: Any, heads: Any, cos: Any, sin: Any) -> None:
             heads[h, half + i] = from_f32(element, left + right)
 
 
-@jit
+@jit_inline
 def _norms(arguments: Any, element: Any) -> None:
     a = carray(arguments, _NUM_ARGUMENTS)
     num_rows, size, x_at, weight_at, eps, out_at = a[1], a[2], a[3], a[4], float_of(a[5]), a[6]
@@ -101,7 +101,7 @@ def _norms(arguments: Any, element: Any) -> None:
         block = take(arguments)
 
 
-@jit
+@jit_inline
 def _gates(arguments: Any, element: Any) -> None:
     a = carray(arguments, _NUM_ARGUMENTS)
     num_rows, width, gates_at, out_at = a[1], a[2], a[3], a[4]
@@ -114,7 +114,7 @@ def _gates(arguments: Any, element: Any) -> None:
         block = take(arguments)
 
 
-@jit
+@jit_inline
 def _rotations(arguments: Any, element: Any) -> None:
     a = carray(arguments, _NUM_ARGUMENTS)
     num_rows, count, half = a[1], a[2], a[5]

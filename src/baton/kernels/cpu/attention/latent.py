@@ -13,7 +13,7 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 from numpy.lib.stride_tricks import as_strided
 
-from baton.jit_cache import jit
+from baton.jit_cache import jit, jit_inline
 from baton.kernels.cpu.attention.online_softmax import (
     F32_BYTES,
     MINUS_INFINITY,
@@ -133,7 +133,7 @@ def _attend_block(
     return True
 
 
-@jit
+@jit_inline
 def _plane(a: Any, at: int, element: Any) -> Any:
     """[pages, layers, page_size, 1, width], strided, from the arguments at `at`."""
     shape = (a[_PAGES], a[_LAYERS], a[_PAGE_SIZE], 1, a[at + 1])
@@ -141,7 +141,7 @@ def _plane(a: Any, at: int, element: Any) -> Any:
     return as_strided(first, shape, (a[at + 2], a[at + 3], a[at + 4], a[at + 4], first.itemsize))
 
 
-@jit
+@jit_inline
 def _attend_step(arguments: Any, element: Any) -> None:
     a = carray(arguments, NUM_ARGUMENTS)
     num_rows, num_requests, heads = a[_ROWS], a[_REQUESTS], a[_HEADS]

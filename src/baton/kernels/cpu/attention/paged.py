@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
-from baton.jit_cache import jit
+from baton.jit_cache import jit, jit_inline
 from baton.kernels.cpu.attention.few import MOST_ROWS, MOST_VECTORS, attend_few
 from baton.kernels.cpu.attention.online_softmax import (
     F32_BYTES,
@@ -78,7 +78,7 @@ def write_row(kv: Any, layer: int, page: int, slot: int, k: Any, v: Any) -> None
             kv[page, layer, 1, slot, h, d] = v[h * size + d]
 
 
-@jit
+@jit_inline
 def _write(kv: Any, layer: int, k: Any, v: Any, positions: Any, query_start: Any, page_table: Any) -> bool:
     """Store k and v [T, G * D or more] in their slots. Returns False, before it writes, for a bad slot."""
     if not are_valid_slots(kv, positions, query_start, page_table):
@@ -165,12 +165,14 @@ def _attend_block(
 @jit
 def attend_pieces(
     counter: Any, kv: Any, layer: int, group: int, window: int, query: Any, out: Any, positions: Any, query_start: Any,
-    page_table: Any, scale: Any, sinks: Any, tiles: int,
+    page_table: Any, scale: Any, sinks: Any, tiles: int | None,
 ) -> tuple[int, int, bool]:  # fmt: skip
     """Attend the pieces that this thread takes from `counter`. Returns the number of all pieces, that of this thread's,
-    and whether all page ids were good; a bad one ends it."""
+    and whether all page ids were good. `tiles`: None for float32."""
     num_requests, num_rows, heads = len(query_start) - 1, len(positions), kv.shape[4]
-    in_tiles = HAS_TILES and tiles != 0 and kv.itemsize == 2 and kv.shape[5] % TILE_COLUMNS == 0
+    in_tiles = False
+    if HAS_TILES and tiles is not None:
+        in_tiles = tiles != 0 and kv.shape[5] % TILE_COLUMNS == 0
     has_enough = in_tiles and num_rows * group * heads >= _MIN_PIECES * _MOST_QUERY_VECTORS
     step = max(1, (_MOST_QUERY_VECTORS if has_enough else _QUERY_VECTORS) // group)
     # Longest pieces first, so that threads finish together. The heads of a few rows are one piece, since their keys and
@@ -178,7 +180,7 @@ def attend_pieces(
     heads_per_piece = heads if num_requests >= _MIN_REQUESTS and num_rows < 2 * num_requests else 1
     mine, number, taken, is_valid = take(counter), 0, 0, True
     scratch = np.empty(0, np.uint8)
-    if HAS_TILES and in_tiles:
+    if HAS_TILES and tiles is not None and in_tiles:
         longest = 0
         for r in range(num_requests):
             longest = max(longest, query_start[r + 1] - query_start[r])
@@ -193,14 +195,14 @@ def attend_pieces(
             for first in range(0, heads, heads_per_piece):
                 if number == mine:
                     is_valid = is_valid and positions[end - 1] // kv.shape[3] < page_table.shape[1]
-                    if HAS_TILES and is_few:
+                    if HAS_TILES and tiles is not None and is_few:
                         is_valid = is_valid and attend_few(
                             scratch, kv, layer, first, heads_per_piece, group, query, out, start, end, positions,
                             page_table[r], scale, window, sinks,
                         )  # fmt: skip
                     for head in range(first, first if is_few else first + heads_per_piece):
                         ahead = heads_per_piece if head == first else 0
-                        if HAS_TILES and in_tiles:
+                        if HAS_TILES and tiles is not None and in_tiles:
                             is_valid = is_valid and attend_in_tiles(
                                 scratch, kv, layer, head, ahead, group, query, out, start, end, positions,
                                 page_table[r], scale, window, sinks,
@@ -216,13 +218,13 @@ def attend_pieces(
     return number, taken, is_valid
 
 
-@jit
+@jit_inline
 def _region(a: Any, element: Any) -> Any:
     """The group's keys and values [pages, layers, 2, page_size, G, D]."""
     return carray(pointer(a[_KV], element), (a[_PAGES], a[_LAYERS], 2, a[_PAGE_SIZE], a[_HEADS], a[_SIZE]))
 
 
-@jit
+@jit_inline
 def _batch(a: Any) -> Any:
     """Positions, query starts and page table, as in `AttnBatch`."""
     num_requests = a[_REQUESTS]
@@ -233,7 +235,7 @@ def _batch(a: Any) -> Any:
     )
 
 
-@jit
+@jit_inline
 def _write_step(arguments: Any, element: Any) -> None:
     a = carray(arguments, NUM_ARGUMENTS)
     positions, query_start, page_table = _batch(a)
@@ -244,8 +246,8 @@ def _write_step(arguments: Any, element: Any) -> None:
         a[FAULT] = 1
 
 
-@jit
-def _attend_step(arguments: Any, element: Any) -> None:
+@jit_inline
+def _attend_step(arguments: Any, element: Any, tiles: int | None) -> None:
     a = carray(arguments, NUM_ARGUMENTS)
     positions, query_start, page_table = _batch(a)
     kv, layer, group, window = _region(a, element), a[_LAYER], a[_GROUP], a[_WINDOW]
@@ -256,7 +258,7 @@ def _attend_step(arguments: Any, element: Any) -> None:
     sinks = carray(pointer(a[_SINKS], _ZERO), (heads * group if a[_SINKS] else 0,))
     _, _, is_valid = attend_pieces(
         arguments, kv, layer, group, window, query, out, positions, query_start, page_table, float_of(a[_SCALE]), sinks,
-        a[_TILES],
+        tiles,
     )  # fmt: skip
     if not is_valid:
         a[FAULT] = 1
@@ -271,11 +273,11 @@ def _write_bf16(arguments: Any) -> None:
 
 
 def _attend_f32(arguments: Any) -> None:
-    _attend_step(arguments, _ZERO)
+    _attend_step(arguments, _ZERO, None)
 
 
 def _attend_bf16(arguments: Any) -> None:
-    _attend_step(arguments, np.uint16(0))
+    _attend_step(arguments, np.uint16(0), carray(arguments, NUM_ARGUMENTS)[_TILES])
 
 
 WRITE, ATTEND = (Kernel(_write_f32), Kernel(_write_bf16)), (Kernel(_attend_f32), Kernel(_attend_bf16))
