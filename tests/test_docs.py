@@ -206,14 +206,18 @@ def resolves(name: str) -> bool:
 
 def test_files_exist(text: str) -> None:
     """A path may omit its beginning."""
-    known = [f"/{path.relative_to(ROOT)}" for tree in TREES for path in (ROOT / tree).rglob("*")]
     missing = []
     for span in spans(text):
         word = span.rstrip("/")
         named = word not in NOT_OURS and (FILE.match(word) or FOLDER.match(word))
-        if named and not (ROOT / word).exists() and not any(path.endswith(f"/{word}") for path in known):
+        if named and not (ROOT / word).exists() and not any(path.endswith(f"/{word}") for path in paths()):
             missing.append(span)
     assert not missing
+
+
+@functools.cache
+def paths() -> list[str]:
+    return [f"/{path.relative_to(ROOT)}" for tree in TREES for path in (ROOT / tree).rglob("*")]
 
 
 def test_patterns_of_files_match_some(text: str) -> None:
@@ -366,6 +370,16 @@ def test_the_functions_on_a_request_s_way_exist() -> None:
 @pytest.mark.parametrize("document", ["structure.md", "protocol.md"])
 def test_the_house_holds_what_its_plans_name(document: str) -> None:
     """Packages, functions, classes, fields and values, alone, as `Class.member` or with arguments."""
+    names, members = names_and_members()
+    text = (ROOT / "docs" / document).read_text()
+    spoken = [match[1] for span in spans(text) if (match := re.match(r"([A-Za-z_][\w.]*)(?:\(.*\))?$", span))]
+    for name in {name for name in spoken if CLASS.match(name) or SNAKE.match(name)}:
+        assert name in (members if "." in name else names), name
+
+
+@functools.cache
+def names_and_members() -> tuple[set[str], set[str]]:
+    """Of all packages and modules; members as `Class.member`."""
     names = {path.parent.name for path in (ROOT / "src/baton").rglob("__init__.py")}
     members: set[str] = set()
     for path in (ROOT / "src/baton").rglob("*.py"):
@@ -380,10 +394,7 @@ def test_the_house_holds_what_its_plans_name(document: str) -> None:
                 names.add(node.value)
             if isinstance(node, ast.ClassDef):
                 members |= {f"{node.name}.{name}" for name in members_of(node)}
-    text = (ROOT / "docs" / document).read_text()
-    spoken = [match[1] for span in spans(text) if (match := re.match(r"([A-Za-z_][\w.]*)(?:\(.*\))?$", span))]
-    for name in {name for name in spoken if CLASS.match(name) or SNAKE.match(name)}:
-        assert name in (members if "." in name else names), name
+    return names, members
 
 
 def members_of(node: ast.ClassDef) -> Iterator[str]:
@@ -433,7 +444,8 @@ def test_no_docstring_says_only_where_another_is() -> None:
     found = [
         f"{path}:{node.lineno}"
         for path in [*(ROOT / "src/baton").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
-        for node in ast.walk(ast.parse(path.read_text()))
+        if "See `" in (text := path.read_text())
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, (ast.ClassDef, *FUNCTIONS))
         and re.fullmatch(r"See `[^`]+`\.", (ast.get_docstring(node) or "").strip())
     ]

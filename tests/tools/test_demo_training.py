@@ -150,10 +150,14 @@ def test_features_are_what_enters_the_layers(target, stream):
     torch.testing.assert_close(target.lm_head(final), view.logits)
 
 
+@pytest.fixture(scope="module")
+def generated(target, stream):
+    return generate_corpus(target, stream, 1, seed=0)
+
+
 @pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
-def test_a_short_training_lowers_the_loss(kind, target, stream):
+def test_a_short_training_lowers_the_loss(kind, target, stream, generated):
     head = make_head(kind, target)
-    generated = generate_corpus(target, stream, 1, seed=0)
     assert generated.shape == (96, 256)
     before = {name: value.clone() for name, value in target.state_dict().items()}
     batch = generated[:8]

@@ -78,6 +78,8 @@ def _in_source(path: Path, prefix: str) -> Iterator[tuple[str, str]]:
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             yield name, ast.get_docstring(node) or ""
         for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):  # defines nothing
+                continue
             own = getattr(child, "name", None)
             yield from walk(child, f"{name}.{own}" if isinstance(own, str) else name)
 
