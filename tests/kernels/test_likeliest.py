@@ -16,7 +16,7 @@ from baton.engine.step_plans import NOT_FINITE
 from baton.kernels.cpu.gemm.small_gemm import MAX_ROWS
 from baton.kernels.cpu.greatest import first_greatest
 from baton.models.fused_head import FusedHead
-from baton.models.layers.linear import Build, Linear
+from baton.models.layers.linear import Build, Linear, cancelling_operands
 from baton.sampling_params import SamplingParams
 from testkit.engines import request, stepped
 from testkit.layers import HAS_OWN_PRODUCTS, LayerKind, skip_unless_in_place, usual_quantization
@@ -96,6 +96,25 @@ def test_later_tokens_of_each_thread_are_compared_too() -> None:
         made = fused.likeliest(hidden, NONE)
         assert made is not None
         assert made[0].tolist() == lm_head(hidden).float().argmax(dim=-1).tolist()
+
+
+@torch.inference_mode()
+def test_logits_have_the_bits_of_a_batch_invariant_head() -> None:
+    """Of many rows oneDNN may sum the columns in another order, and then tokens would depend on the batch."""
+    x, weight = cancelling_operands(*torch.randn(2, 320, 576, generator=torch.Generator().manual_seed(5)))
+    lm_head = Linear(576, 320, Build(torch.bfloat16, torch.device("cpu"), batch_invariant=True))
+    assert lm_head.weight is not None
+    lm_head.weight.copy_(weight)
+    lm_head.pack()
+    fused = FusedHead.of(lm_head)
+    assert fused is not None
+    hidden = x[:97].bfloat16()
+    made = fused.likeliest(hidden, np.arange(len(hidden)))
+    assert (made is not None) == lm_head.few_rows_match()
+    if made is not None:
+        logits = lm_head(hidden).float()
+        assert torch.equal(made[1], logits)
+        assert made[0].tolist() == logits.argmax(dim=-1).tolist()
 
 
 def test_heads_of_other_widths_are_left() -> None:

@@ -71,7 +71,7 @@ def allowed_tokens(
     refused: dict[Request, Exception] = {}
     for rows in scheduled:
         request = rows.request
-        if is_sampled(rows) and not request.sampler.plain_greedy:
+        if not request.sampler.plain_greedy and is_sampled(rows):
             try:
                 allowed[request] = request.allowed()
             except Exception as error:

@@ -5,7 +5,7 @@ that fail together run again, one request at a time.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -327,9 +327,11 @@ def _joined(parts: Sequence[StepOutcome]) -> StepOutcome:
 
 
 def _note_scores(
-    scheduled: Sequence[ScheduledRows], scores: Iterable[TokenLogprobs | None]
+    scheduled: Sequence[ScheduledRows], scores: Sequence[TokenLogprobs | None]
 ) -> dict[Request, Exception]:
     """Returns the requests with non-finite logits. A recomputed prompt gets the same logprobs again."""
+    if not scores:
+        return {}
     left = iter(scores)
     failed: dict[Request, Exception] = {}
     for rows in scheduled:

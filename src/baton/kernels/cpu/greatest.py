@@ -1,4 +1,4 @@
-"""The first of the greatest numbers of a row. Few exceed all before them, so nearly all are passed over in vectors."""
+"""The first of a row's greatest numbers. Few exceed all before them: vectors pass over the others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BFLOAT16_BITS, _FLOAT32_BITS = 16, 32
 
 
 def _infinite(bits: int) -> int:
-    """The bits of infinity, which has bfloat16's exponent."""
+    """The bits of infinity."""
     return 0x7F80 << (bits - _BFLOAT16_BITS)
 
 

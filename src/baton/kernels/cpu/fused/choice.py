@@ -119,8 +119,8 @@ def _improve(a: Any, n: int, noise_at: int, logits: Any, first: int, slot: int) 
 
 @jit_inline
 def head(a: Any, int8: Any, scratch: int, stage: int) -> None:
-    """Two stages. A thread keeps the best of its pieces, and the second if margins are wanted. Pieces ascend, so that
-    the best is the first of equal ones."""
+    """Two stages. A thread keeps the best of its pieces, the first of equal ones since they ascend, and the second if
+    margins are wanted."""
     num_rows, vocab, weight = a[NUM_SAMPLED], a[VOCAB], a[HEAD : HEAD + 3]
     total, mine, slot = num_pieces(vocab), 0, 0
     x = operand(a, int8, num_rows, a[OUTPUTS], a[HIDDEN], stage)
