@@ -44,7 +44,9 @@ def _free_before_ack() -> list[Patch]:
     return around_method(PrefillHandoff, "_make_offer", around)
 
 
-@mutation("a deadline frees nothing that P may still write")
+@mutation(
+    "a deadline frees nothing that P may still write", ("reorder", "delay", "late_copy", "slow_copy", "slow_work")
+)
 def _timeout_then_reuse() -> list[Patch]:
     def around(self: DecodeHandoff, handle: Handle, event: MachineEvent) -> list[Action]:
         actions = handle(event)
@@ -83,7 +85,10 @@ def _free_while_reading() -> list[Patch]:
     return around_method(DecodeHandoff, "handle", around)
 
 
-@mutation("a peer that cannot be reached is not one that cannot write")
+@mutation(
+    "a peer that cannot be reached is not one that cannot write",
+    ("partition", "cut_rank", "pause_prefill", "delay", "slow_copy", "late_copy"),
+)
 def _unfenced_is_fenced() -> list[Patch]:
     def around(self: object, handle: Handle, event: MachineEvent) -> list[Action]:
         return handle(replace(event, fenced=True) if isinstance(event, PeerLost) else event)

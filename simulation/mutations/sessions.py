@@ -107,7 +107,7 @@ def _ack_at_ready() -> list[Patch]:
     return around_method(DecodeHandoff, "_ready", around)
 
 
-@mutation("connecting costs the agent no time", faults=("stop_after_hello", "slow_call", "burst"))
+@mutation("connecting costs the agent no time", faults=("slow_call",))
 def _blocking_connect() -> list[Patch]:
     def around(self: Any, begin: Callable[..., Any], descriptor: bytes) -> Any:
         future = begin(descriptor)
