@@ -81,21 +81,25 @@ def test_a_row_with_a_logit_that_is_not_finite_has_no_token() -> None:
     assert chosen[[0, 2, 4]].tolist() == expected[[0, 2, 4]].tolist()
 
 
+ASCENDING = torch.arange(64 * 9)
+SHUFFLED = torch.randperm(len(ASCENDING), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("values", [ASCENDING, ASCENDING.flip(0), SHUFFLED], ids=["ascending", "descending", "mixed"])
 @torch.inference_mode()
-def test_later_tokens_of_each_thread_are_compared_too() -> None:
-    """Logits ascend and descend, beyond those of a block, in all signs."""
-    vocab, generator = 64 * 9, torch.Generator().manual_seed(3)
-    for values in (torch.arange(vocab), torch.arange(vocab).flip(0), torch.randperm(vocab, generator=generator)):
-        lm_head = Linear(COLUMNS, vocab, Build(torch.bfloat16, torch.device("cpu"), quantization=usual_quantization()))
-        assert lm_head.weight is not None
-        lm_head.weight.copy_(((values - vocab // 2) / 512).round(decimals=2)[:, None].expand(vocab, COLUMNS))
-        lm_head.pack()
-        fused = FusedHead.of(lm_head)
-        assert fused is not None
-        hidden = torch.tensor([1.0, -1.0, 0.0, 0.3])[:, None].expand(4, COLUMNS).bfloat16().contiguous()
-        made = fused.likeliest(hidden, NONE)
-        assert made is not None
-        assert made[0].tolist() == lm_head(hidden).float().argmax(dim=-1).tolist()
+def test_later_tokens_of_each_thread_are_compared_too(values: torch.Tensor) -> None:
+    """Beyond a block's logits, of all signs."""
+    vocab, build = len(values), Build(torch.bfloat16, torch.device("cpu"), quantization=usual_quantization())
+    lm_head = Linear(COLUMNS, vocab, build)
+    assert lm_head.weight is not None
+    lm_head.weight.copy_(((values - vocab // 2) / 512).round(decimals=2)[:, None].expand(vocab, COLUMNS))
+    lm_head.pack()
+    fused = FusedHead.of(lm_head)
+    assert fused is not None
+    hidden = torch.tensor([1.0, -1.0, 0.0, 0.3])[:, None].expand(4, COLUMNS).bfloat16().contiguous()
+    made = fused.likeliest(hidden, NONE)
+    assert made is not None
+    assert made[0].tolist() == lm_head(hidden).float().argmax(dim=-1).tolist()
 
 
 @torch.inference_mode()
@@ -121,20 +125,19 @@ def test_heads_of_other_widths_are_left() -> None:
     assert FusedHead.of(make_head(288, usual_quantization())) is None
 
 
+@pytest.mark.parametrize("columns", [1, 31, 32, 33, 200])
 @torch.inference_mode()
-def test_floats_are_compared_as_torch_compares_them() -> None:
-    generator = torch.Generator().manual_seed(4)
-    for columns in (1, 31, 32, 33, 200):
-        x = torch.randn(40, columns, generator=generator).bfloat16().float()
-        x[1], x[2], x[3] = -x[1].abs(), 0.0, -0.0
-        x[2, columns // 2] = -0.0
-        x[4] = torch.finfo(torch.float32).min
-        x[5, columns // 2], x[6, -1], x[7, 0] = torch.nan, -torch.inf, torch.inf
-        x[8, -1] = torch.finfo(torch.float32).max
-        x[9] = torch.arange(columns)
-        expected = x.argmax(dim=-1)
-        expected[5:8] = -1
-        assert first_greatest(x).tolist() == expected.tolist()
+def test_floats_are_compared_as_torch_compares_them(columns: int) -> None:
+    x = torch.randn(40, columns, generator=torch.Generator().manual_seed(4)).bfloat16().float()
+    x[1], x[2], x[3] = -x[1].abs(), 0.0, -0.0
+    x[2, columns // 2] = -0.0
+    x[4] = torch.finfo(torch.float32).min
+    x[5, columns // 2], x[6, -1], x[7, 0] = torch.nan, -torch.inf, torch.inf
+    x[8, -1] = torch.finfo(torch.float32).max
+    x[9] = torch.arange(columns)
+    expected = x.argmax(dim=-1)
+    expected[5:8] = -1
+    assert first_greatest(x).tolist() == expected.tolist()
 
 
 def test_an_engine_makes_no_logits_of_greedy_rows(checkpoint: Any) -> None:
@@ -171,23 +174,25 @@ def test_only_rows_that_need_logits_get_them(checkpoint: Any, num_rows: int) -> 
     params = [others[i % 8 // 2] if i % 2 and i < 16 else greedy for i in range(num_rows)]
     prompts = [[3 + i, 90 - i, 7] for i in range(num_rows)]
     settings = {"batch_invariant": False, "quantization": usual_quantization(), "max_num_seqs": num_rows}
-    runs = []
-    for fuses in (True, False):
-        with stepped(model=str(path), speculative_config=None, **settings) as one:
-            executor = one.core.executor
-            assert isinstance(executor, LocalExecutor)
-            whole, sizes = executor.runner.likeliest, []
+    assert _run(path, settings, prompts, params, True) == _run(path, settings, prompts, params, False)
 
-            def likeliest(
-                output: Any, rows: Any, kept: Any, whole: Any = whole if fuses else None, sizes: Any = sizes
-            ) -> Any:
-                sizes.append((len(rows), len(kept)))
-                return whole and whole(output, rows, kept)
 
-            executor.runner.likeliest = likeliest  # type: ignore[method-assign]
-            streams = [one.add(request(str(i), *of)) for i, of in enumerate(zip(prompts, params, strict=True))]
-            while not all(stream.ended for stream in streams):
-                one.step()
-            runs.append([stream.result for stream in streams])
-            assert any(0 < kept < rows == num_rows for rows, kept in sizes)
-    assert runs[0] == runs[1]
+def _run(
+    path: Path, settings: dict[str, Any], prompts: list[list[int]], params: list[SamplingParams], fuses: bool
+) -> list[Any]:
+    """Results of requests that run together; some rows of a step need logits, others do not."""
+    with stepped(model=str(path), speculative_config=None, **settings) as one:
+        executor = one.core.executor
+        assert isinstance(executor, LocalExecutor)
+        whole, sizes = executor.runner.likeliest, []
+
+        def likeliest(output: Any, rows: Any, kept: Any) -> Any:
+            sizes.append((len(rows), len(kept)))
+            return whole(output, rows, kept) if fuses else None
+
+        executor.runner.likeliest = likeliest  # type: ignore[method-assign]
+        streams = [one.add(request(str(i), *of)) for i, of in enumerate(zip(prompts, params, strict=True))]
+        while not all(stream.ended for stream in streams):
+            one.step()
+        assert any(0 < kept < rows == len(prompts) for rows, kept in sizes)
+        return [stream.result for stream in streams]
