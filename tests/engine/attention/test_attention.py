@@ -141,6 +141,10 @@ def test_paged_rows_are_equal_to_the_bit(dtype: torch.dtype, window: int | None,
     whole = run(16, [{r: (0, n)} for r, n in enumerate(lengths)])
     together = run(16, [dict(enumerate((0, n) for n in lengths))])
     singles = run(7, [{r: (i, i + 1)} for r, n in enumerate(lengths) for i in range(n)])
+    few = [
+        run(16, [{r: (i, min(i + rows, n))} for r, n in enumerate(lengths) for i in range(0, n, rows)])
+        for rows in (2, 5)
+    ]
     mixed = run(
         5,
         [
@@ -152,7 +156,7 @@ def test_paged_rows_are_equal_to_the_bit(dtype: torch.dtype, window: int | None,
     )
     assert [
         other
-        for other in (together, singles, mixed)
+        for other in (together, singles, *few, mixed)
         if not all(torch.equal(a, b) for a, b in zip(whole, other, strict=True))
     ] == []
 

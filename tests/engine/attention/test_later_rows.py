@@ -122,6 +122,32 @@ def _attention(name: str, group: int, random: np.random.Generator, value: float,
         assert torch.equal(attend(q, k, v)[after:], clean[after:])
 
 
+@pytest.mark.parametrize("window", [None, 3, 66])
+@pytest.mark.parametrize(("rows", "group"), [(2, 3), (4, 3), (5, 3), (2, 8), (16, 1)])
+def test_later_rows_do_not_change_a_verification(rows: int, group: int, window: int | None) -> None:
+    """Few rows go through a tile of keys together."""
+    for start, page_size, bad in [(64, 16, 1), (62, 16, rows - 1), (70, 7, 1), (0, 1, 1), (127, 32, 1)]:
+        _verification(Cut(bad, rows, 2 * rows), start, page_size, group, window)
+
+
+def _verification(cut: Cut, start: int, page_size: int, group: int, window: int | None) -> None:
+    random, dtype = np.random.default_rng((cut.split, group)), torch.bfloat16
+    batch = pages(cut, page_size, (start, start))
+    q = normal(random, cut.total, 2 * group, 64, dtype=dtype)
+    k, v = (normal(random, cut.total, 2, 64, dtype=dtype) for _ in range(2))
+    known = normal(random, batch.page_table.size + 1, 1, 2, page_size, 2, 64, dtype=dtype)
+
+    def attend(v: Tensor) -> Tensor:
+        return get_backend("paged_cpu", "cpu").write_and_attend(known.clone(), 0, AttnRows(q, k, v, 0.3), batch, window)
+
+    cut.check(attend(v), attend(cut.spoil(v, math.nan, 0.5, random)))
+    if window is not None:
+        # Nor does a token that only the first row sees.
+        at, clean = max(start - window + 1, 0), attend(v)
+        known[batch.page_table[0, at // page_size], 0, 1, at % page_size] = math.nan
+        assert torch.equal(attend(v)[1:], clean[1:]) or at == 0
+
+
 @dataclass(frozen=True)
 class Heads:
     """One matrix for K and V of all heads, as `LatentHeads`."""

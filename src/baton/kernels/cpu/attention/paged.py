@@ -12,7 +12,7 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
 from baton.jit_cache import jit, jit_inline
-from baton.kernels.cpu.attention.few import MOST_ROWS, MOST_VECTORS, attend_few
+from baton.kernels.cpu.attention.few import MOST_VECTORS, attend_few
 from baton.kernels.cpu.attention.online_softmax import (
     F32_BYTES,
     LINE,
@@ -177,7 +177,8 @@ def attend_pieces(
     step = max(1, (_MOST_QUERY_VECTORS if has_enough else _QUERY_VECTORS) // group)
     # Longest pieces first, so that threads finish together. The heads of a few rows are one piece, since their keys and
     # values are contiguous; with few requests, threads share the heads.
-    heads_per_piece = heads if num_requests >= _MIN_REQUESTS and num_rows < 2 * num_requests else 1
+    are_few = num_rows < 2 * num_requests or (in_tiles and num_rows * group <= MOST_VECTORS * num_requests)
+    heads_per_piece = heads if num_requests >= _MIN_REQUESTS and are_few else 1
     mine, number, taken, is_valid = take(counter), 0, 0, True
     scratch = np.empty(0, np.uint8)
     if HAS_TILES and tiles is not None and in_tiles:
@@ -185,13 +186,13 @@ def attend_pieces(
         for r in range(num_requests):
             longest = max(longest, query_start[r + 1] - query_start[r])
         groups = (min(longest, step) * group + LANES - 1) // LANES
-        scratch = scratch_for(kv.shape[5], max(groups, heads_per_piece * min(longest, MOST_ROWS)))
+        scratch = scratch_for(kv.shape[5], max(groups, heads_per_piece))
     for r in range(num_requests - 1, -1, -1):
         begin, stop = query_start[r], query_start[r + 1]
         for block in range((stop - begin + step - 1) // step - 1, -1, -1):
             start = begin + block * step
             end = min(start + step, stop)
-            is_few = in_tiles and group <= MOST_VECTORS and end - start <= MOST_ROWS
+            is_few = in_tiles and group * (end - start) <= MOST_VECTORS
             for first in range(0, heads, heads_per_piece):
                 if number == mine:
                     is_valid = is_valid and positions[end - 1] // kv.shape[3] < page_table.shape[1]

@@ -18,9 +18,13 @@ _BYTES_AHEAD = 1 << 18
 def page_of(kv: Any, position: Any, pages: Any) -> Any:
     """The page of a position's slot; 0 for a bad one."""
     column = position // kv.shape[3]
-    if column < 0 or column >= len(pages):
-        return 0
-    page = np.int64(pages[column])
+    return page_at(kv, position, pages) if 0 <= column < len(pages) else 0
+
+
+@jit
+def page_at(kv: Any, position: Any, pages: Any) -> Any:
+    """Of a position with a column."""
+    page = np.int64(pages[position // kv.shape[3]])
     return page if 0 < page < kv.shape[0] else 0
 
 

@@ -113,14 +113,13 @@ def _call(builder: Any, name: str, *args: Any) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), args)
 
 
-def _visible(builder: Any, seen: Any, base: Any, window: Any) -> Callable[[int], Any]:
-    """A function of a key's number: the mask of the vectors that see it."""
+def visibility(builder: Any, seen: Any, base: Any, window: Any) -> Callable[[Any], Any]:
+    """A function of the number of each lane's key: the mask of the vectors that see it."""
     last = builder.sub(load(builder, seen, 0, _WORDS), splat(builder, builder.trunc(base, _I32)))
     first = builder.sub(last, splat(builder, builder.trunc(window, _I32)))
     is_all = splat(builder, builder.icmp_signed("==", window, i64(0)))
 
-    def mask(key: int) -> Any:
-        number = ir.Constant(_WORDS, [key] * LANES)
+    def mask(number: Any) -> Any:
         is_near = builder.or_(is_all, builder.icmp_signed("<", first, number))
         return builder.and_(is_near, builder.icmp_signed(">=", last, number))
 
@@ -140,10 +139,13 @@ def _softened(
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, scores, factor, seen, base, window, maximum, total, weights, faded = args
-        visible = _visible(builder, seen, base, window) if masks else None
+        visible = visibility(builder, seen, base, window) if masks else None
 
         def masked(key: int, vector: Any, hidden: float) -> Any:
-            return vector if visible is None else builder.select(visible(key), vector, constant(builder, hidden))
+            if visible is None:
+                return vector
+            number = ir.Constant(_WORDS, [key] * LANES)
+            return builder.select(visible(number), vector, constant(builder, hidden))
 
         most: list[Any] = [None] * CHUNKS
         for key in range(TILE):
@@ -221,20 +223,22 @@ def interleaving(halves: Sequence[Sequence[int]]) -> Any:
     def interleaved(typing_context: Any, first: Any, second: Any, count: Any, out: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             first, second, count, out = args
-            width = 2 * LANES
-            with cgutils.for_range(builder, builder.sdiv(count, i64(width)), intp=_I64) as loop:
-                offset = builder.mul(loop.index, i64(TILE_BYTES))
-                rows = [load(builder, at, offset, ir.VectorType(_I16, width)) for at in (first, second)]
-                to = builder.add(out, builder.mul(offset, i64(2)))
-                for half, numbers in enumerate(halves):
-                    lanes = [number + other for number in numbers for other in (0, width)]
-                    mask = ir.Constant(ir.VectorType(_I32, width), lanes)
-                    store(builder, builder.shuffle_vector(*rows, mask), to, TILE_BYTES * half)
+            with cgutils.for_range(builder, builder.sdiv(count, i64(TILE_COLUMNS)), intp=_I64) as loop:
+                interleave_line(builder, (first, second), builder.mul(loop.index, i64(TILE_BYTES)), out, halves)
             return context.get_dummy_value()
 
         return numba.void(*[numba.int64] * 4), generate
 
     return interleaved
+
+
+def interleave_line(builder: Any, pair: Sequence[Any], offset: Any, out: Any, halves: Sequence[Sequence[int]]) -> None:
+    rows = [load(builder, at, offset, ir.VectorType(_I16, TILE_COLUMNS)) for at in pair]
+    to = builder.add(out, builder.mul(offset, i64(2)))
+    for half, numbers in enumerate(halves):
+        lanes = [number + other for number in numbers for other in (0, TILE_COLUMNS)]
+        mask = ir.Constant(ir.VectorType(_I32, TILE_COLUMNS), lanes)
+        store(builder, builder.shuffle_vector(*rows, mask), to, TILE_BYTES * half)
 
 
 def _checked(typing_context: Any, numbers: Any, num_lines: Any) -> Any:
