@@ -12,12 +12,13 @@ from numba import carray  # type: ignore[attr-defined]
 
 from baton.jit_cache import jit
 from baton.kernels.cpu.attention import few_softmax as softmax
-from baton.kernels.cpu.attention.online_softmax import F32_BYTES, LINE, TILE
-from baton.kernels.cpu.attention.pages import find_keys, page_at, read_ahead
+from baton.kernels.cpu.attention.online_softmax import F32_BYTES, TILE
+from baton.kernels.cpu.attention.pages import copy_keys, find_keys, page_at, read_ahead
 from baton.kernels.cpu.attention.tiled import (
     ADDRESS,
     LOG2_E_F32,
     NARROW_BYTES,
+    SCORE_BYTES,
     begin_scratch,
     group_places,
     places,
@@ -25,9 +26,8 @@ from baton.kernels.cpu.attention.tiled import (
 )
 from baton.kernels.cpu.attention.tiled_softmax import STEPS, are_finite
 from baton.kernels.cpu.omp import pointer
-from baton.kernels.cpu.simd import LANES
+from baton.kernels.cpu.simd import LANES, LINE_BYTES
 from baton.kernels.cpu.tiles import TILE_COLUMNS, end_tiles
-from baton.kernels.cpu.transposes import copy_line
 
 # Vectors of a KV head: sums of all rows together.
 MOST_VECTORS = LANES
@@ -75,7 +75,7 @@ def _preparing(vectors: int) -> Any:
             if begin >= last or begin + LANES <= first:
                 _interleave_part(at, zeros, 0, rows, begin, 0, 0, size, to)
                 continue
-            score = scores + unit % 2 * TILE * LINE + part * score_bytes
+            score = scores + unit % 2 * SCORE_BYTES + part * score_bytes
             if page_size % LANES == 0:
                 page = page_at(kv, begin, pages)
                 if page == 0:
@@ -89,9 +89,7 @@ def _preparing(vectors: int) -> Any:
                 continue
             if not find_keys(kv, layer, head, pages, begin, first, last, rows):
                 return False
-            for j in range(LANES):
-                for offset in range(0, row_bytes, LINE):
-                    copy_line(rows[j] + offset, keys + j * row_bytes + offset)
+            copy_keys(rows, row_bytes, keys)
             softmax.score(vectors, keys, row_bytes, queries, size // TILE_COLUMNS, score)
             _interleave_part(at, to_value, 0, rows, begin, first, last, size, to)
         return True
@@ -119,7 +117,7 @@ def _attending(vectors: int) -> Any:
             sums, _, maxima, totals, seen, faded = group_places(groups, number, size)
             steps, grows = min(STEPS, (limit - base + TILE_COLUMNS - 1) // TILE_COLUMNS), False
             if unit >= 0:
-                here = scores + unit % 2 * TILE * LINE
+                here = scores + unit % 2 * SCORE_BYTES
                 if positions[start] >= base + TILE - 1 and (window == 0 or limit - window <= base):
                     grows = softmax.soften(
                         vectors, False, steps, here, factor, seen, 0, 0, maxima, totals, weights, faded
@@ -201,7 +199,7 @@ def _are_finite(
 
 @jit
 def _are_values_finite(kv: Any, layer: int, head: int, num_heads: int, first: int, last: int, pages: Any) -> bool:
-    num_lines = num_heads * kv.strides[4] // LINE
+    num_lines = num_heads * kv.strides[4] // LINE_BYTES
     for token in range(first, last):
         page = page_at(kv, token, pages)
         at = np.int64(kv.ctypes.data) + page * kv.strides[0] + layer * kv.strides[1] + head * kv.strides[4]

@@ -15,7 +15,7 @@ import numpy as np
 from baton.jit_cache import jit
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS, pair_products
 from baton.kernels.cpu.scalar import exp32, from_f32, to_f32
-from baton.kernels.cpu.simd import CHUNKS, LANES, chunks_at_once, exponentials, largest, products
+from baton.kernels.cpu.simd import CHUNKS, LANES, LINE_BYTES, chunks_at_once, exponentials, largest, products
 from baton.kernels.cpu.transposes import copy_line, divide
 
 TILE = CHUNKS * LANES
@@ -23,8 +23,6 @@ TILE = CHUNKS * LANES
 ROW_BLOCK = 4
 _AT_ONCE_1, _AT_ONCE_2, _AT_ONCE_3, _AT_ONCE_4 = (chunks_at_once(rows) for rows in range(1, ROW_BLOCK + 1))
 F32_BYTES = 4
-# Bytes of a cache line.
-LINE = 64
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 MINUS_INFINITY = np.float32(-np.inf)
 
@@ -32,7 +30,7 @@ MINUS_INFINITY = np.float32(-np.inf)
 @jit
 def from_a_line(array: Any, count: int) -> Any:
     """So many elements, from the start of a cache line."""
-    skipped = -array.ctypes.data % LINE // array.itemsize
+    skipped = -array.ctypes.data % LINE_BYTES // array.itemsize
     return array[skipped : skipped + count]
 
 
@@ -86,7 +84,7 @@ def take_queries(
         seen[i] = positions[row]
         if len(pairs) > 0:  # of whole lines
             source = query_at + row * query.strides[0] + first * query.itemsize
-            for offset in range(0, size * query.itemsize, LINE):
+            for offset in range(0, size * query.itemsize, LINE_BYTES):
                 copy_line(source + offset, pairs_at + i * size * query.itemsize + offset)
         else:
             for d in range(size):

@@ -15,7 +15,6 @@ from baton.jit_cache import jit, jit_inline
 from baton.kernels.cpu.attention.few import MOST_VECTORS, attend_few
 from baton.kernels.cpu.attention.online_softmax import (
     F32_BYTES,
-    LINE,
     MINUS_INFINITY,
     ROW_BLOCK,
     TILE,
@@ -29,7 +28,7 @@ from baton.kernels.cpu.attention.tiled import attend_in_tiles, scratch_for
 from baton.kernels.cpu.bf16_dot import HAS_BF16_PAIRS
 from baton.kernels.cpu.omp import Kernel, float_of, pointer, take
 from baton.kernels.cpu.scalar import to_f32
-from baton.kernels.cpu.simd import LANES
+from baton.kernels.cpu.simd import LANES, LINE_BYTES
 from baton.kernels.cpu.tiles import HAS_TILES, TILE_COLUMNS
 from baton.kernels.cpu.transposes import transpose, widen
 
@@ -136,7 +135,7 @@ def _attend_block(
     """
     size = kv.shape[5]
     padded, count = (size + LANES - 1) // LANES * LANES, (end - start) * group
-    keys = from_a_line(np.empty(size * TILE + LINE, np.float32), size * TILE).reshape(size, TILE)
+    keys = from_a_line(np.empty(size * TILE + LINE_BYTES, np.float32), size * TILE).reshape(size, TILE)
     values = np.empty((TILE, padded), np.float32)
     queries, sums = np.empty((count, size), np.float32), np.zeros((count, padded), np.float32)
     maxima, totals = np.full(count, MINUS_INFINITY), np.zeros(count, np.float32)

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from baton.jit_cache import jit
-from baton.kernels.cpu.attention.online_softmax import LINE, TILE
-from baton.kernels.cpu.simd import LANES, touch
+from baton.kernels.cpu.attention.online_softmax import TILE
+from baton.kernels.cpu.simd import LANES, LINE_BYTES, touch
+from baton.kernels.cpu.transposes import copy_line
 
 # Bytes read ahead at once, which a core's cache keeps until all heads have used them.
 _BYTES_AHEAD = 1 << 18
@@ -59,6 +60,14 @@ def find_keys(kv: Any, layer: int, head: int, pages: Any, begin: int, first: int
 
 
 @jit
+def copy_keys(rows: Any, row_bytes: int, to: Any) -> None:
+    """16 keys at the addresses `rows`, one after another."""
+    for j in range(LANES):
+        for offset in range(0, row_bytes, LINE_BYTES):
+            copy_line(rows[j] + offset, to + j * row_bytes + offset)
+
+
+@jit
 def read_ahead(kv: Any, layer: int, head: int, num_heads: int, pages: Any, base: int, oldest: int, limit: int) -> None:
     """Before the tile at `base`, now and then: bring the next of tokens [oldest, limit) of `num_heads` heads (0: none)
     into this core's cache. Contiguous bytes come faster."""
@@ -82,6 +91,6 @@ def _read(kv: Any, layer: int, head: int, num_heads: int, pages: Any, first: int
         keys_at = np.int64(kv.ctypes.data) + page * kv.strides[0] + layer * kv.strides[1] + head * kv.strides[4]
         for at in (keys_at, keys_at + kv.strides[2]):
             for j in range(slot, slot + count):
-                for offset in range(0, num_heads * kv.strides[4], LINE):
+                for offset in range(0, num_heads * kv.strides[4], LINE_BYTES):
                     touch(at + j * kv.strides[3] + offset)
         token += count

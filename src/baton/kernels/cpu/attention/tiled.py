@@ -12,9 +12,8 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
 from baton.jit_cache import jit
-from baton.kernels.cpu.attention.few_softmax import interleave as interleave_for_few
-from baton.kernels.cpu.attention.online_softmax import F32_BYTES, LINE, MINUS_INFINITY, TILE
-from baton.kernels.cpu.attention.pages import find_keys, read_ahead
+from baton.kernels.cpu.attention.online_softmax import F32_BYTES, MINUS_INFINITY, TILE
+from baton.kernels.cpu.attention.pages import copy_keys, find_keys, read_ahead
 from baton.kernels.cpu.attention.tiled_softmax import (
     LOG2_E,
     WEIGHT_BYTES,
@@ -26,12 +25,12 @@ from baton.kernels.cpu.attention.tiled_softmax import (
     soften,
 )
 from baton.kernels.cpu.omp import pointer
-from baton.kernels.cpu.simd import LANES
+from baton.kernels.cpu.simd import LANES, LINE_BYTES
 from baton.kernels.cpu.tiles import TILE_COLUMNS, TILE_ROWS, begin_tiles, end_tiles
-from baton.kernels.cpu.transposes import copy_line, divide, transpose
+from baton.kernels.cpu.transposes import divide, transpose
 
 NARROW_BYTES, _ADDRESS_BYTES = 2, 8
-_SCORE_BYTES, _VALUE_BYTES = TILE * LINE, TILE * NARROW_BYTES
+SCORE_BYTES, _VALUE_BYTES = TILE * LINE_BYTES, TILE * NARROW_BYTES
 _ZERO, _ONE, ADDRESS, NARROW = np.float32(0.0), np.float32(1.0), np.int64(0), np.uint16(0)
 LOG2_E_F32 = np.float32(LOG2_E)
 
@@ -44,23 +43,23 @@ def places(at: Any, size: int) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
     keys = at + LANES * _ADDRESS_BYTES
     zeros = keys + 3 * TILE * row
     scores = zeros + row
-    weights = scores + 2 * _SCORE_BYTES
+    weights = scores + 2 * SCORE_BYTES
     return keys, keys + TILE * row, keys + 2 * TILE * row, zeros, scores, weights, weights + 2 * WEIGHT_BYTES
 
 
 @jit
 def group_places(groups: Any, number: int, size: int) -> tuple[Any, Any, Any, Any, Any, Any]:
     """A group's sums [D, 16], queries [D / 2, 16, 2], maxima, totals, positions and latest factors [16]."""
-    sums = groups + number * (size + size // 2 + 4) * LINE
-    queries = sums + size * LINE
-    maxima = queries + size // 2 * LINE
-    return sums, queries, maxima, maxima + LINE, maxima + 2 * LINE, maxima + 3 * LINE
+    sums = groups + number * (size + size // 2 + 4) * LINE_BYTES
+    queries = sums + size * LINE_BYTES
+    maxima = queries + size // 2 * LINE_BYTES
+    return sums, queries, maxima, maxima + LINE_BYTES, maxima + 2 * LINE_BYTES, maxima + 3 * LINE_BYTES
 
 
 @jit
 def scratch_for(size: int, groups: int) -> Any:
     """Scratch space of blocks with at most so many groups."""
-    return np.empty(LINE + group_places(places(0, size)[6], groups, size)[0], np.uint8)
+    return np.empty(LINE_BYTES + group_places(places(0, size)[6], groups, size)[0], np.uint8)
 
 
 @jit
@@ -84,54 +83,36 @@ def take_queries(
                 # A sink is a logit without a value, summed before the first tile.
                 maxima[lane], totals[lane] = sinks[of_head] * LOG2_E_F32, _ONE
         for d in range(0, size // 2, LANES):
-            transpose(_ZERO, rows_at, d * F32_BYTES, queries_at + d * LINE, LINE)
+            transpose(_ZERO, rows_at, d * F32_BYTES, queries_at + d * LINE_BYTES, LINE_BYTES)
 
 
 @jit
 def begin_scratch(scratch: Any, size: int) -> Any:
     """The address of `scratch_for`'s space."""
     at = np.int64(scratch.ctypes.data)
-    at += -at % LINE
+    at += -at % LINE_BYTES
     zeros = carray(pointer(places(at, size)[3], NARROW), (size,))
     zeros[:] = NARROW
     return at
 
 
 @jit
-def load_tile(
-    kv: Any, layer: int, head: int, pages: Any, base: int, first: int, last: int, at: Any, is_for_few: bool
-) -> bool:  # fmt: skip
+def _load_tile(kv: Any, layer: int, head: int, pages: Any, base: int, first: int, last: int, at: Any) -> bool:
     """Load tokens [first, last) of the tile at `base`: keys, and values in pairs. Other tokens' values are zeros, their
-    keys undefined. Returns False for a bad page id.
-
-    `is_for_few`: pairs are in `few_softmax`'s order, and keys stay where 16 are in one page. Each 16 keys' address is
-    at the place of transposed values, 0 if none is loaded.
-    """
+    keys undefined. Returns False for a bad page id."""
     size, rows = kv.shape[5], carray(pointer(at, ADDRESS), (LANES,))
-    keys, pairs, addresses_at, zeros, _, _, _ = places(at, size)
-    addresses, copies = carray(pointer(addresses_at, ADDRESS), (TILE // LANES,)), True
-    if is_for_few:
-        copies = kv.shape[3] % LANES != 0
+    keys, pairs, _, zeros, _, _, _ = places(at, size)
     row_bytes, pair_bytes, to_value = size * NARROW_BYTES, size * 2 * NARROW_BYTES, kv.strides[2]
     for lane in range(0, TILE, LANES):
-        begin, address = base + lane, 0
+        begin = base + lane
         if begin < last and begin + LANES > first:
             if not find_keys(kv, layer, head, pages, begin, first, last, rows):
                 return False
-            skipped = max(first - begin, 0)
-            address = keys + lane * row_bytes if copies else rows[skipped] - skipped * kv.strides[3]
-            for j in range(LANES if copies else 0):
-                for offset in range(0, row_bytes, LINE):
-                    copy_line(rows[j] + offset, address + j * row_bytes + offset)
-        addresses[lane // LANES] = address
+            copy_keys(rows, row_bytes, keys + lane * row_bytes)
         for j in range(0, LANES, 2):
             even = rows[j] + to_value if first <= begin + j < last else zeros
             odd = rows[j + 1] + to_value if first <= begin + j + 1 < last else zeros
-            to = pairs + (lane + j) // 2 * pair_bytes
-            if is_for_few:
-                interleave_for_few(even, odd, size, to)
-            else:
-                interleave(even, odd, size, to)
+            interleave(even, odd, size, pairs + (lane + j) // 2 * pair_bytes)
     return True
 
 
@@ -156,11 +137,11 @@ def _attend_whole(at: Any, size: int, num_groups: int, factor: Any) -> None:
         sums, _, maxima, totals, seen, faded = group_places(groups, number, size)
         here, there = number % 2, (number + 1) % 2
         if number + 1 < num_groups:
-            score(keys, group_places(groups, number + 1, size)[1], steps, scores + there * _SCORE_BYTES)
+            score(keys, group_places(groups, number + 1, size)[1], steps, scores + there * SCORE_BYTES)
         if number > 0:
             add_values(values, weights + there * WEIGHT_BYTES, group_places(groups, number - 1, size)[0], size)
         if soften(
-            False, scores + here * _SCORE_BYTES, factor, seen, 0, 0, maxima, totals, weights + here * WEIGHT_BYTES,
+            False, scores + here * SCORE_BYTES, factor, seen, 0, 0, maxima, totals, weights + here * WEIGHT_BYTES,
             faded,
         ):  # fmt: skip
             fade(sums, size, faded)
@@ -213,7 +194,7 @@ def _store_means(groups: Any, at: Any, out: Any, start: int, head: int, group: i
         totals = carray(pointer(totals_at, _ZERO), (LANES,))
         for d in range(0, size, LANES):
             for j in range(LANES):
-                rows[j] = sums + (d + j) * LINE
+                rows[j] = sums + (d + j) * LINE_BYTES
             transpose(_ZERO, at, 0, turned + d * F32_BYTES, row_bytes)
         for lane in range(min(LANES, count - number * LANES)):
             i = number * LANES + lane
@@ -240,7 +221,7 @@ def attend_in_tiles(
     for base in range(oldest // TILE * TILE, limit, TILE):
         read_ahead(kv, layer, head, ahead, pages, base, oldest, limit)
         first, last = max(base, oldest), min(base + TILE, limit)
-        is_valid = is_valid and load_tile(kv, layer, head, pages, base, first, last, at, False)
+        is_valid = is_valid and _load_tile(kv, layer, head, pages, base, first, last, at)
         if not is_valid:
             break
         _transpose_values(at, size)

@@ -59,9 +59,9 @@ def _begun(typing_context: Any, num_groups: Any, last_rows: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         totals, lefts, rights = _places(groups)
-        rows = [ir.Constant(_I64, TILE_ROWS)] * (groups - 1) + [args[1]]
+        rows = [i64(TILE_ROWS)] * (groups - 1) + [args[1]]
         heights = {tile: rows[group] for (group, _), tile in totals.items()}
-        heights |= dict(zip(lefts, rows, strict=True)) | dict.fromkeys(rights, ir.Constant(_I64, TILE_PAIRS))
+        heights |= dict(zip(lefts, rows, strict=True)) | dict.fromkeys(rights, i64(TILE_PAIRS))
         configure(builder, heights)
         return context.get_dummy_value()
 
@@ -85,24 +85,24 @@ def _tile_products(
         sums = stack_space(builder, groups * TILE_ROWS * _SUM_BYTES)
         for tile in totals.values():
             zero(builder, tile)
-        group_bytes = builder.mul(row_bytes, ir.Constant(_I64, TILE_ROWS))
+        group_bytes = builder.mul(row_bytes, i64(TILE_ROWS))
         with cgutils.for_range(builder, steps, intp=_I64) as loop:
-            here = builder.add(right, builder.mul(loop.index, ir.Constant(_I64, _STEP_BYTES)))
+            here = builder.add(right, builder.mul(loop.index, i64(_STEP_BYTES)))
             fetches = builder.add(ahead, builder.mul(loop.index, fetched))
             with cgutils.for_range(builder, builder.sdiv(fetched, i64(LINE_BYTES)), intp=_I64) as line:
                 prefetch(builder, builder.add(fetches, builder.mul(line.index, i64(LINE_BYTES))), LINE_BYTES)
-            at = builder.add(left, builder.mul(loop.index, ir.Constant(_I64, TILE_BYTES)))
+            at = builder.add(left, builder.mul(loop.index, i64(TILE_BYTES)))
             for tile in lefts:
                 load_tile(builder, tile, at, row_bytes, passing == _ROWS)
                 at = builder.add(at, group_bytes)
             for chunk, tile in enumerate(rights):
-                at = builder.add(here, ir.Constant(_I64, TILE_BYTES * chunk))
-                load_tile(builder, tile, at, ir.Constant(_I64, _PAIR_BYTES), passing == _WEIGHTS)
+                at = builder.add(here, i64(TILE_BYTES * chunk))
+                load_tile(builder, tile, at, i64(_PAIR_BYTES), passing == _WEIGHTS)
             for (group, chunk), total in totals.items():
                 add_product(builder, total, lefts[group], rights[chunk])
         for (group, chunk), total in totals.items():
-            at = builder.add(sums, ir.Constant(_I64, group * TILE_ROWS * _SUM_BYTES + TILE_BYTES * chunk))
-            store_tile(builder, total, at, ir.Constant(_I64, _SUM_BYTES))
+            at = builder.add(sums, i64(group * TILE_ROWS * _SUM_BYTES + TILE_BYTES * chunk))
+            store_tile(builder, total, at, i64(_SUM_BYTES))
         _store_rows(builder, num_rows, sums, bias, out, out_bytes)
         return context.get_dummy_value()
 
@@ -112,7 +112,7 @@ def _tile_products(
 def _store_rows(builder: Any, num_rows: Any, sums: Any, bias: Any, out: Any, out_bytes: Any) -> None:
     added = biases(builder, bias, _CHUNKS)
     with cgutils.for_range(builder, num_rows, intp=_I64) as loop:
-        at = builder.add(sums, builder.mul(loop.index, ir.Constant(_I64, _SUM_BYTES)))
+        at = builder.add(sums, builder.mul(loop.index, i64(_SUM_BYTES)))
         totals = [builder.fadd(load(builder, at, TILE_BYTES * chunk), vector) for chunk, vector in enumerate(added)]
         store(builder, rounded_pair(builder, *totals), builder.add(out, builder.mul(loop.index, out_bytes)))
 
